@@ -1,0 +1,36 @@
+"""Shared test helpers: where the small real data lie, and dependencies that may not be missing in CI."""
+
+import importlib.util
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+IN_CI = os.environ.get("CLEANAGENTRL_CI") == "1"  # set by .ci/run: a missing dependency fails instead of skipping
+
+
+def missing(what: str) -> None:
+    """Skip on a developer's machine, fail in CI."""
+    if IN_CI:
+        pytest.fail(f"{what} is missing, and CI must have it")
+    pytest.skip(f"{what} is missing")
+
+
+def need_module(name: str) -> None:
+    if importlib.util.find_spec(name) is None:
+        missing(f"Python package {name}")
+
+
+def need_program(name: str) -> None:
+    if shutil.which(name) is None:
+        missing(f"program {name}")
+
+
+def real_data(folder: str) -> Path:
+    """Folder of small real data, found through CLEANAGENTRL_TEST_DATA."""
+    root = os.environ.get("CLEANAGENTRL_TEST_DATA", "")
+    path = Path(root) / folder
+    if not root or not path.is_dir():
+        missing(f"real data {folder!r} (set CLEANAGENTRL_TEST_DATA)")
+    return path
