@@ -119,6 +119,7 @@ PANELS = (
     Panel("Time by phase", ("time/*",), "share of update", (0.0, 1.0), shares=True),
 )
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#000000")  # Okabe and Ito: safe for colour-blind readers
+MANY = 20  # points from which a line is smoothed
 # two-sided 95 % quantiles of Student's t for 1..10 degrees of freedom; further on a series in 1/df is exact to 1e-3
 T_95 = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281)
 
@@ -189,95 +190,67 @@ def load_runs(folders: Sequence[str | os.PathLike[str]], group_by: Sequence[str]
     return groups
 
 
+STYLE = {
+    "font.family": "DejaVu Sans",
+    "font.size": 8,
+    "axes.titlesize": 9.5,
+    "axes.titleweight": "bold",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "axes.edgecolor": "#888888",
+    "axes.labelcolor": "#444444",
+    "grid.color": "#e6e6e6",
+    "xtick.color": "#444444",
+    "ytick.color": "#444444",
+}
+
+
 def draw_curves(folders: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str], group_by: Sequence[str] = ()) -> Path:
     """Draws metrics.jsonl of one run, or of several over each other, as one picture of small plots at ``out`` (the ending picks the format).
 
     One run: faint raw line and its smoothed line. Several: one colour a group, mean over the group's runs and a band of the 95 % t-interval.
     Missing metrics, nulls, a single point and an empty file are fine. Raises RunError for folders without a run.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    import matplotlib  # heavy, and only needed here
+    from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
     groups = load_runs(folders, group_by)
     overlay = len(folders) > 1
-    members = [member for group in groups.values() for member in group]
-    keys = sorted({key for _, records in members for record in records for key in record})
-    keys = [key for key in keys if any(len(series(records, key)[0]) for _, records in members)]
-    own = members[0][0] / "figure.json"
-    panels = [HEADLINE, *PANELS, *[Panel(**{**one, "keys": tuple(one["keys"])}) for one in (json.loads(own.read_text()) if own.exists() else [])]]
-    plots = []
-    for panel in panels:
-        found = matching(keys, panel.keys)
-        if overlay and len(found) > 1:  # colours stand for groups, so every key gets its own plot
-            plots += [
-                (
-                    dataclasses.replace(
-                        panel,
-                        title=f"{panel.title}: {key.rpartition('/')[2]}",
-                        unit="s" if panel.shares else panel.unit,
-                        shares=False,
-                        limits=None if panel.shares else panel.limits,
-                    ),
-                    [key],
-                )
-                for key in found
-            ]
-        elif found:
-            plots.append((panel, found))
-
-    style = {
-        "font.size": 8,
-        "font.family": "DejaVu Sans",
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.edgecolor": "#888888",
-        "axes.titlesize": 9.5,
-        "axes.titleweight": "bold",
-        "axes.grid": True,
-        "grid.color": "#e6e6e6",
-        "xtick.color": "#444444",
-        "ytick.color": "#444444",
-        "axes.labelcolor": "#444444",
-    }
-    with plt.rc_context(style):
+    plots = choose_plots(groups, overlay)
+    with matplotlib.rc_context(STYLE):
+        # the headline takes two by two cells, the others fill the grid around and below it
         rest = max(0, len(plots) - 1)
-        rows = 2 if rest <= 4 else 2 + math.ceil((rest - 4) / 4)
         columns = 2 if rest == 0 else 3 if rest <= 2 else 4
-        figure = plt.figure(figsize=(3.5 * columns, 2.35 * rows + 0.5), layout="constrained")
-        figure.get_layout_engine().set(w_pad=0.08, h_pad=0.08, hspace=0.03, wspace=0.03)
+        rows = 2 + max(0, math.ceil((rest - 2 * (columns - 2)) / columns))
+        places = [(row, column) for row in range(2) for column in range(2, columns)] + [(row, column) for row in range(2, rows) for column in range(columns)]
+        places = [(1, 0), *places[:rest]]
+        figure = Figure(figsize=(3.5 * columns, 2.3 * rows + 0.5), layout="constrained")
+        figure.get_layout_engine().set(w_pad=0.08, h_pad=0.06, hspace=0.02, wspace=0.03)
         grid = figure.add_gridspec(rows, columns)
-        cells = [grid[0:2, 0:2], *[grid[row, column] for row in range(2) for column in range(2, columns)]]
-        cells += [grid[row, column] for row in range(2, rows) for column in range(columns)]
         figure.suptitle(figure_title(groups, overlay), x=0.01, ha="left", fontsize=11)
         if not plots:
             figure.text(0.5, 0.5, "no metrics logged yet", ha="center", fontsize=12, color="#666666")
-        for number, (panel, found) in enumerate(plots):
-            axes = figure.add_subplot(cells[number])
-            big = number == 0
-            names = short_names(found)
-            entries = []
-            if panel.shares:
-                entries = draw_shares(axes, members[0][1], found, names)
-            elif overlay:
-                for colour, (label, group) in zip(cycle_colours(len(groups)), groups.items()):
-                    curves = [series(records, found[0]) for _, records in group]
-                    curves = [curve for curve in curves if len(curve[0])]
-                    if curves:
-                        steps, mean, half = mean_interval(curves)
-                        axes.plot(steps, mean, color=colour, linewidth=2 if big else 1.4, marker="o" if len(steps) < 2 else None, markersize=3)
-                        axes.fill_between(steps, mean - half, mean + half, color=colour, alpha=0.18, linewidth=0)
-                        entries.append((colour, f"{label or 'all runs'} (n={len(curves)})"))
-                entries = entries if big else []
+        for (row, column), (panel, found) in zip(places, plots):
+            big = (row, column) == (1, 0)
+            axes = figure.add_subplot(grid[0:2, 0:2] if big else grid[row, column])
+            width = 2.2 if big else 1.5
+            several = len(panel.keys) > 1 or "*" in panel.keys[0]  # then the title does not name the key
+            corner, corner_colour = "", "#666666"
+            if overlay:
+                entries = draw_groups(axes, groups, found[0], width)
+                entries = entries if big else []  # one legend for the whole picture
+                corner = found[0].rpartition("/")[2] if several else ""
+            elif panel.shares:
+                entries = draw_shares(axes, next(iter(groups.values()))[0][1], found)
             else:
-                for colour, key in zip(cycle_colours(len(found)), found):
-                    steps, values = series(members[0][1], key)
-                    draw_line(axes, steps, values, colour, 2.2 if big else 1.5)
-                    entries.append((colour, f"{names[key]} {values[-1]:.3g}"))
-            positive = all((series(records, key)[1] > 0).all() for key in found for _, records in members)
-            if panel.log and positive:
+                entries = draw_lines(axes, next(iter(groups.values()))[0][1], found, width)
+                if len(entries) == 1:  # one line needs no legend: its last value stands in the corner
+                    (corner_colour, text), entries = entries[0], []
+                    corner = text if several else text.rpartition(" ")[2]
+            if panel.log and all((series(records, key)[1] > 0).all() for key in found for group in groups.values() for _, records in group):
                 axes.set_yscale("log")
             if panel.limits:
                 low, high = panel.limits
@@ -286,17 +259,39 @@ def draw_curves(folders: Sequence[str | os.PathLike[str]], out: str | os.PathLik
             axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8 if big else 5))
             axes.margins(x=0.02)
             axes.set_ylabel(panel.unit)
-            axes.set_xlabel("update")
-            single = len(entries) == 1 and not overlay
-            legend_rows = 0 if single else legend_above(axes, entries, 100 if big else 46)
-            axes.set_title(panel.title, loc="left", pad=6 + 11 * legend_rows, fontsize=12 if big else None)
-            if single:
-                axes.set_title(entries[0][1].rpartition(" ")[2], loc="right", pad=6, color=entries[0][0], fontsize=12 if big else None)
+            if not any(other[0] > row and other[1] in ((0, 1) if big else (column,)) for other in places[: len(plots)]):
+                axes.set_xlabel("update")
+            legend_rows = legend_above(axes, entries, 100 if big else 46)
+            # about 6.2 points a bold title character and 5.2 a corner character, on 195 points of axes; twice as many and larger in the headline
+            space = int((440 - 6.6 * len(corner)) / 7.8 if big else (195 - 5.2 * len(corner)) / 6.2)
+            title = panel.title if len(panel.title) <= space else panel.title[: max(6, space - 3)] + "..."
+            axes.set_title(title, loc="left", pad=6 + 11 * legend_rows, fontsize=12 if big else None)
+            axes.set_title(corner, loc="right", pad=6 + 11 * legend_rows, color=corner_colour, fontsize=12 if big else 8.5, fontweight="normal")
         temporary = Path(out).with_name(f".{Path(out).name}")
-        figure.savefig(temporary, dpi=130, format=Path(out).suffix.lstrip(".") or "png")
-        os.replace(temporary, out)
-        plt.close(figure)
+        try:
+            figure.savefig(temporary, dpi=130, format=Path(out).suffix.lstrip(".") or "png")
+            os.replace(temporary, out)
+        finally:
+            temporary.unlink(missing_ok=True)
     return Path(out)
+
+
+def choose_plots(groups: dict[str, list[tuple[Path, list[dict[str, Any]]]]], overlay: bool) -> list[tuple[Panel, list[str]]]:
+    """(panel, its metric keys) for every panel that has data, the run's own panels (figure.json) last. In an overlay every key gets its own plot."""
+    members = [member for group in groups.values() for member in group]
+    keys = {key for _, records in members for record in records for key, value in record.items() if isinstance(value, (int, float))}
+    own = members[0][0] / "figure.json"
+    panels = [HEADLINE, *PANELS, *[Panel(**{**one, "keys": tuple(one["keys"])}) for one in (json.loads(own.read_text()) if own.exists() else [])]]
+    plots = []
+    for panel in panels:
+        found = matching(sorted(keys), panel.keys)
+        if overlay and panel.shares:  # shares of several runs cannot be stacked: draw the times themselves
+            panel = dataclasses.replace(panel, unit="s", shares=False, limits=None)
+        if overlay:
+            plots += [(panel, [key]) for key in found]
+        elif found:
+            plots.append((panel, found))
+    return plots
 
 
 def figure_title(groups: dict[str, list[tuple[Path, list[dict[str, Any]]]]], overlay: bool) -> str:
@@ -311,16 +306,42 @@ def cycle_colours(n: int) -> list[str]:
     return [COLOURS[i % len(COLOURS)] for i in range(n)]
 
 
-def draw_line(axes: Any, steps: np.ndarray, values: np.ndarray, colour: str, width: float) -> None:
-    """Few points: a line with markers. Many: the raw line faint, the smoothed line over it."""
-    if len(values) < 20:
-        axes.plot(steps, values, color=colour, linewidth=width, marker="o", markersize=1.6 * width)
-        return
-    axes.plot(steps, values, color=colour, linewidth=0.6, alpha=0.35)
-    axes.plot(steps, smooth(values), color=colour, linewidth=width)
+def draw_lines(axes: Any, records: list[dict[str, Any]], found: Sequence[str], width: float) -> list[tuple[str, str]]:
+    """One run. Few points: a line with markers; many: the raw line faint, the smoothed line over it. Returns legend entries with the last value."""
+    names, entries = short_names(found), []
+    for colour, key in zip(cycle_colours(len(found)), found):
+        steps, values = series(records, key)
+        if len(values) < MANY:
+            axes.plot(steps, values, color=colour, linewidth=width, marker="o", markersize=1.6 * width)
+        else:
+            axes.plot(steps, values, color=colour, linewidth=0.6, alpha=0.35)
+            axes.plot(steps, smooth(values), color=colour, linewidth=width)
+        entries.append((colour, f"{names[key]} {values[-1]:.3g}"))
+    return entries
 
 
-def draw_shares(axes: Any, records: list[dict[str, Any]], found: list[str], names: dict[str, str]) -> list[tuple[str, str]]:
+def draw_groups(axes: Any, groups: dict[str, list[tuple[Path, list[dict[str, Any]]]]], key: str, width: float) -> list[tuple[str, str]]:
+    """Several runs: mean and 95 % t-interval of each group, of smoothed values where there are many. Returns legend entries with the number of runs."""
+    entries, lows, highs = [], [], []
+    longest = max(int(steps[-1]) for group in groups.values() for _, records in group for steps, _ in [series(records, key)] if len(steps))
+    for colour, (label, group) in zip(cycle_colours(len(groups)), groups.items()):
+        curves = [(steps, smooth(values) if len(values) >= MANY else values) for steps, values in (series(records, key) for _, records in group) if len(steps)]
+        if not curves:
+            continue
+        steps, mean, half = mean_interval(curves)
+        axes.plot(steps, mean, color=colour, linewidth=width, marker="o" if len(steps) < MANY else None, markersize=1.6 * width)
+        axes.fill_between(steps, mean - half, mean + half, color=colour, alpha=0.16, linewidth=0)
+        short = f", to update {steps[-1] if len(steps) else 0}" if not len(steps) or steps[-1] < longest else ""
+        entries.append((colour, f"{label or 'all runs'} (n={len(curves)}{short})"))
+        lows, highs = [*lows, *mean], [*highs, *mean]
+    if lows:  # an interval over two or three seeds can be wider than everything there is to see: it may leave the plot
+        low, high = min(lows), max(highs)
+        room = 0.35 * (high - low) or max(abs(high), 1e-3) * 0.1
+        axes.set_ylim(low / 1.5 if low > 0 and low - room < 0 else low - room, high + room)
+    return entries
+
+
+def draw_shares(axes: Any, records: list[dict[str, Any]], found: Sequence[str]) -> list[tuple[str, str]]:
     """Stacked shares of the keys' sum at every step that has any of them; returns legend entries with the overall share."""
     steps = sorted({int(step) for key in found for step in series(records, key)[0]})
     table = np.zeros((len(found), len(steps)))
@@ -333,6 +354,8 @@ def draw_shares(axes: Any, records: list[dict[str, Any]], found: list[str], name
     if len(steps) == 1:  # a stack of width zero would be invisible
         steps, share = [steps[0] - 0.5, steps[0] + 0.5], np.repeat(share, 2, axis=1)
     axes.stackplot(steps, share, colors=colours, alpha=0.85, linewidth=0)
+    axes.grid(False)
+    names = short_names(found)
     overall = table.sum(axis=1) / max(table.sum(), 1e-12)
     return [(colour, f"{names[key]} {part:.0%}") for colour, key, part in zip(colours, found, overall)]
 
@@ -345,7 +368,8 @@ def legend_above(axes: Any, entries: list[tuple[str, str]], characters: int) -> 
         return 0
     labels = [text if len(text) <= 40 else text[:20] + "..." + text[-17:] for _, text in entries]
     columns = max(1, min(len(labels), characters // (max(map(len, labels)) + 4)))
-    handles = [Line2D([], [], color=colour, linewidth=3) for colour, _ in entries]
+    order = [i for column in range(columns) for i in range(column, len(labels), columns)]  # matplotlib fills columns first; readers go along rows
+    handles, labels = [Line2D([], [], color=entries[i][0], linewidth=3) for i in order], [labels[i] for i in order]
     axes.legend(
         handles,
         labels,
@@ -365,7 +389,7 @@ def legend_above(axes: Any, entries: list[tuple[str, str]], characters: int) -> 
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-
+    """Command line of ``python -m common.run``."""
     parser = argparse.ArgumentParser(prog="python -m common.run", description="Redraw the curves of a run, or lay several runs over each other.")
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders")
     parser.add_argument(
@@ -378,7 +402,3 @@ def main(argv: Sequence[str] | None = None) -> None:
     except RunError as error:
         parser.exit(2, f"{error}\n")
     print(out)
-
-
-if __name__ == "__main__":
-    main()

@@ -19,6 +19,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import datetime
@@ -130,14 +131,12 @@ def parse_args(cls: type[T], argv: Sequence[str] | None = None) -> T:
     if not resume:
         return tyro.cli(cls, args=argv)
     saved = read_args(run_folder_of(resume))
-    default = cls()
+    default, kept = cls(), {}
     for field in dataclasses.fields(cls):
         if field.name in saved and saved[field.name] != REDACTED and field.name not in ("resume", "out"):
-            now = getattr(default, field.name)
-            value = saved[field.name]
-            value = tuple(value) if isinstance(now, tuple) else Path(value) if isinstance(now, Path) else value
-            setattr(default, field.name, value)
-    return tyro.cli(cls, args=argv, default=default)
+            now, value = getattr(default, field.name), saved[field.name]
+            kept[field.name] = tuple(value) if isinstance(now, tuple) else Path(value) if isinstance(now, Path) else value
+    return tyro.cli(cls, args=argv, default=dataclasses.replace(default, **kept))
 
 
 # ---------------------------------------------------------------------------------------------------------------------- ranks
@@ -278,9 +277,7 @@ def cut_jsonl(path: Path, last_step: int) -> int:
     lines = path.read_bytes().split(b"\n")
     records = read_jsonl(path)
     kept = [line for line, record in zip(lines, records) if record["step"] <= last_step]
-    temporary = path.with_name(path.name + ".tmp")
-    write_synced(temporary, b"".join(line + b"\n" for line in kept))
-    os.replace(temporary, path)
+    write_atomic(path, b"".join(line + b"\n" for line in kept))
     return len(records) - len(kept) + (1 if lines[-1] else 0)
 
 
@@ -289,6 +286,16 @@ def write_synced(path: Path, data: bytes) -> None:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Replaces a file in one step: a reader, or a restart after a full disk, sees the old content or the new one."""
+    temporary = path.with_name(f".{path.name}.writing")
+    try:
+        write_synced(temporary, data)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def sync_folder(path: Path) -> None:
@@ -335,12 +342,12 @@ def check_state(value: Any, where: str) -> None:
     if isinstance(value, torch.Tensor):
         if type(value) not in (torch.Tensor, torch.nn.Parameter):
             raise RunError(f"{where} is a {type(value).__name__}: gather it to a plain tensor before saving (full state dict)")
-    elif isinstance(value, dict):
+    elif type(value) in (dict, collections.OrderedDict):
         for key, item in value.items():
             if type(key) not in (str, int):
                 raise RunError(f"{where} has the key {key!r} of type {type(key).__name__}; use strings or integers")
             check_state(item, f"{where}[{key!r}]")
-    elif isinstance(value, (list, tuple)):
+    elif type(value) in (list, tuple):
         for i, item in enumerate(value):
             check_state(item, f"{where}[{i}]")
     elif not (value is None or type(value) in (bool, int, float, str, bytes)):
@@ -373,17 +380,12 @@ def read_checkpoint(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     return info, torch.load(path / "state.pt", map_location="cpu", weights_only=True)
 
 
-def load_checkpoint(path: str | os.PathLike[str], rank: int = 0, restore_rng: bool = True) -> tuple[int, dict[str, Any]]:
-    """(step, state) of the newest intact checkpoint of a run folder, or of the one checkpoint folder named. Tensors arrive on the CPU.
-
-    A damaged newest checkpoint is skipped with a warning. The global generators are put back to the saved state of ``rank``.
-    Raises RunError: no run folder, no checkpoint, none intact, or another format.
-    """
+def newest_checkpoint(path: str | os.PathLike[str]) -> tuple[Path, dict[str, Any], dict[str, Any]]:
+    """(folder, checkpoint.json, content of state.pt) of the newest intact checkpoint, or of the checkpoint that ``path`` names. Raises RunError."""
     folder = run_folder_of(path)
     if not folder.is_dir():
         raise RunError(f"{folder}: no such run folder")
-    named = Path(path) if Path(path).parent.name == "checkpoints" else None
-    candidates = [named] if named else checkpoint_folders(folder)
+    candidates = [Path(path)] if Path(path).parent.name == "checkpoints" else checkpoint_folders(folder)
     if not candidates:
         raise RunError(f"{folder} holds no checkpoint (was it stopped before the first --save-every?); start a new run")
     problems = []
@@ -394,16 +396,28 @@ def load_checkpoint(path: str | os.PathLike[str], rank: int = 0, restore_rng: bo
             problems.append(str(error))
             continue
         for problem in problems:
-            warnings.warn(f"{problem}; using the checkpoint of update {info['step']} instead", stacklevel=2)
-        if restore_rng:
-            ranks = content["rng"]
-            if rank >= len(ranks):
-                warnings.warn(
-                    f"{candidate} was written by {len(ranks)} ranks; rank {rank} starts from the random state of rank {rank % len(ranks)}", stacklevel=2
-                )
-            set_rng_state(ranks[rank % len(ranks)])
-        return info["step"], content["state"]
+            warnings.warn(f"{problem}; using the checkpoint of update {info['step']} instead", stacklevel=3)
+        return candidate, info, content
     raise RunError("no intact checkpoint:\n  " + "\n  ".join(problems))
+
+
+def restore_rank(states: list[dict[str, Any]], rank: int) -> None:
+    """Puts the global generators of this rank back. A run resumed with more ranks than it was saved with warns: it goes on, but not bit for bit."""
+    if rank >= len(states):
+        warnings.warn(f"checkpoint of {len(states)} ranks: rank {rank} starts from the random state of rank {rank % len(states)}", stacklevel=3)
+    set_rng_state(states[rank % len(states)])
+
+
+def load_checkpoint(path: str | os.PathLike[str], rank: int = 0, restore_rng: bool = True) -> tuple[int, dict[str, Any]]:
+    """(step, state) of the newest intact checkpoint of a run folder, or of the one checkpoint folder named. Tensors arrive on the CPU.
+
+    A damaged newest checkpoint is skipped with a warning. The global generators are put back to the saved state of ``rank``.
+    Raises RunError: no run folder, no checkpoint, none intact, or another format. To continue a run use Run.load_checkpoint, which also cuts the logs.
+    """
+    _, info, content = newest_checkpoint(path)
+    if restore_rng:
+        restore_rank(content["rng"], rank)
+    return info["step"], content["state"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------- surroundings
@@ -513,6 +527,7 @@ class Run:
         self.resume_from = self.args.get("resume") or ""
         self.loaded = not self.resume_from  # a resumed run must load before it logs, or the log would hold updates twice
         self.nonfinite, self.step, self.exit_code, self.stop_requested = 0, 0, 0, False
+        self.pid, self.stop_time = os.getpid(), 0.0
         self.seconds: dict[str, float] = {}
         self.shown: dict[str, float] = {}
         self.tracker: Any = NoTracker()
@@ -560,8 +575,8 @@ class Run:
             folder = self.new_folder()
             environment = {"script": self.script, "sessions": [surroundings()]}
         (folder / "checkpoints").mkdir(exist_ok=True)
-        write_synced(folder / "args.json", (json.dumps(self.args, indent=2) + "\n").encode())
-        write_synced(folder / "environment.json", (json.dumps(environment, indent=2) + "\n").encode())
+        write_atomic(folder / "args.json", (json.dumps(self.args, indent=2) + "\n").encode())
+        write_atomic(folder / "environment.json", (json.dumps(environment, indent=2) + "\n").encode())
         if self.args.get("track"):
             id_file = folder / "tracker_id"
             self.tracker = open_tracker(folder, self.args, id_file.read_text() if id_file.exists() else "")
@@ -690,16 +705,13 @@ class Run:
             write_synced(temporary / "checkpoint.json", (json.dumps(info, indent=2) + "\n").encode())
             sync_folder(temporary)
             os.rename(temporary, parent / name)
-            write_synced(parent / ".latest", f"{name}\n".encode())
-            os.replace(parent / ".latest", parent / "latest")
+            write_atomic(parent / "latest", f"{name}\n".encode())
             sync_folder(parent)
         except BaseException as error:
             if file is not None:
                 with contextlib.suppress(OSError):
                     file.file.close()
             shutil.rmtree(temporary, ignore_errors=True)
-            with contextlib.suppress(OSError):
-                (parent / ".latest").unlink(missing_ok=True)
             cause = file.error if file is not None and file.error else error
             if isinstance(cause, OSError) and cause.errno in FULL:
                 raise disk_full(cause, f"the checkpoint of update {step}", self.folder, self.last_checkpoint()) from None
@@ -715,17 +727,25 @@ class Run:
         """
         if not self.resume_from:
             raise RunError("load_checkpoint() needs --resume RUN")
-        step, state = load_checkpoint(self.resume_from, rank=self.rank)
-        self.on_main(lambda: self.rewind(step))
-        self.step, self.loaded = step, True
-        return step, state
+        used, failure = None, None
+        try:
+            used, info, content = newest_checkpoint(self.resume_from)
+        except RunError as error:
+            failure = str(error)
+        found = self.gather((used and used.name, failure))  # also the barrier before the main rank renames and cuts
+        if len(set(found)) > 1 or failure:
+            raise RunError(failure or f"ranks found different checkpoints: {found}; the run folder must be on a disk that all ranks share")
+        restore_rank(content["rng"], self.rank)
+        self.on_main(lambda: self.rewind(used, info["step"]))
+        self.step, self.loaded = info["step"], True
+        return info["step"], content["state"]
 
-    def rewind(self, step: int) -> None:
-        """Takes the folder back to ``step``: logs cut, later checkpoints set aside."""
+    def rewind(self, used: Path, step: int) -> None:
+        """Takes the folder back to the checkpoint ``used``: logs cut, later checkpoints set aside."""
         for path in checkpoint_folders(self.folder):
-            if int(path.name.partition(".")[0]) > step:
-                target = path.with_name(f"unused-{path.name}-{time.time_ns()}")
-                path.rename(target)
+            if path.name == used.name:
+                break
+            path.rename(path.with_name(f"unused-{path.name}-{time.time_ns()}"))
         for name in ("metrics.jsonl", "episodes.jsonl"):
             cut_jsonl(self.folder / name, step)
         self.open_logs()
@@ -735,11 +755,17 @@ class Run:
 
     def on_signal(self, number: int, frame: Any) -> None:
         """First Ctrl-C or SIGTERM: ask the loop to stop. Second Ctrl-C: KeyboardInterrupt at once."""
+        if os.getpid() != self.pid:  # a forked worker inherits this handler: it must die of SIGTERM, and leave Ctrl-C to its parent
+            if number == signal.SIGTERM:
+                signal.signal(number, signal.SIG_DFL)
+                os.kill(os.getpid(), number)
+            return
         now = time.monotonic()
         if not self.stop_requested:
             self.stop_requested, self.exit_code, self.stop_time = True, 128 + number, now
-            print("\nstopping after this update, with a checkpoint; press Ctrl-C again to stop at once", file=sys.stderr, flush=True)
-        elif number == signal.SIGINT and now - self.stop_time > 1:  # launchers pass the terminal's Ctrl-C on: the same key press arrives twice
+            # os.write: print may not be entered twice, and the signal can arrive inside one
+            os.write(2, b"\nstopping after this update, with a checkpoint; press Ctrl-C again to stop at once\n")
+        elif number == signal.SIGINT and now - self.stop_time > 1:  # launchers pass the terminal's Ctrl-C on: one key press arrives twice
             raise KeyboardInterrupt
 
     def should_stop(self) -> bool:
@@ -754,9 +780,12 @@ class Run:
         """Draws curves.png (``panels`` come after the usual ones and are kept in figure.json for later redrawing), prints the end table, closes."""
         if self.is_main:
             specification = [dataclasses.asdict(panel) for panel in panels]
-            write_synced(self.folder / "figure.json", (json.dumps(specification, indent=2) + "\n").encode())
+            write_atomic(self.folder / "figure.json", (json.dumps(specification, indent=2) + "\n").encode())
             records = read_jsonl(self.folder / "metrics.jsonl")
-            draw_curves([self.folder], self.folder / "curves.png")
+            try:
+                draw_curves([self.folder], self.folder / "curves.png")
+            except OSError as error:  # the numbers are safe in metrics.jsonl, so a full disk must not fail a finished run
+                print(f"curves.png was not written ({error}); draw it later with: python -m common.run {self.folder}", file=sys.stderr)
             self.bar.close()
             print(end_table(records, self.key_metrics))
             print(f"run folder: {self.folder}")

@@ -72,6 +72,21 @@ const short = (v) => {
 const signed = (v) => (typeof v === "number" ? (v > 0 ? "+" : "") + show(v) : show(v));
 const valueText = (strip, v) => (v !== null && strip.scale === "categorical" && strip.labels[v] ? strip.labels[v] : show(v));
 
+// What to print for a character without a glyph of its own: a piece of a UTF-8 sequence, control, zero-width and direction marks. "" for others.
+function boxed(ch) {
+  const code = ch.codePointAt(0);
+  if (code === 0xfffd || (code >= 0xd800 && code <= 0xdfff)) return "byte";
+  const odd = [
+    [0, 31],
+    [127, 160],
+    [0xad, 0xad],
+    [0x200b, 0x200f],
+    [0x2028, 0x202e],
+    [0x2060, 0x206f],
+    [0xfeff, 0xfeff],
+  ];
+  return odd.some(([low, high]) => low <= code && code <= high) ? "U+" + code.toString(16).toUpperCase().padStart(4, "0") : "";
+}
 // One token as nodes: spaces get a dot, newlines and tabs a sign, what has no glyph of its own a dashed box.
 function fill(node, token, breaks) {
   if (token === "") {
@@ -86,7 +101,6 @@ function fill(node, token, breaks) {
     }
   };
   for (const ch of token) {
-    const code = ch.codePointAt(0);
     if (ch === " ") {
       flush();
       node.append(el("span", "space", " "));
@@ -98,21 +112,9 @@ function fill(node, token, breaks) {
       flush();
       node.append(el("span", "sign", "\u21e5"));
       if (breaks) node.append("\t");
-    } else if (code === 0xfffd || (code >= 0xd800 && code <= 0xdfff)) {
+    } else if (boxed(ch)) {
       flush();
-      node.append(el("span", "odd", "byte"));
-    } else if (
-      code < 32 ||
-      (code >= 127 && code < 160) ||
-      (code >= 0x200b && code <= 0x200f) ||
-      (code >= 0x2028 && code <= 0x202e) ||
-      (code >= 0x2060 && code <= 0x206f) ||
-      code === 0xfeff ||
-      code === 0xa0 ||
-      code === 0xad
-    ) {
-      flush();
-      node.append(el("span", "odd", "U+" + code.toString(16).toUpperCase().padStart(4, "0")));
+      node.append(el("span", "odd", boxed(ch)));
     } else run += ch;
   }
   flush();
@@ -165,7 +167,9 @@ function gridBody(episode, width, numbers) {
     strips = stripsOf(episode);
   pen.font = '13.5px ui-monospace, "DejaVu Sans Mono", Menlo, Consolas, monospace';
   const room = Math.max(160, width - (state.scope === "group" ? 110 : 150));
-  const sizes = episode.tokens.map((t) => Math.max(numbers ? 34 : 13, pen.measureText(t === "" ? "0" : t.replace(/[\n\t]/g, "\u21b5")).width + 6));
+  const sizes = episode.tokens.map((t) =>
+    Math.max(numbers ? 34 : 13, pen.measureText([...(t || "0")].map((ch) => (/[\n\t]/.test(ch) ? "\u21b5" : boxed(ch) || ch)).join("")).width + 6),
+  );
   let start = 0;
   while (start < episode.tokens.length) {
     let end = start,
@@ -548,3 +552,4 @@ addEventListener("resize", () => {
 });
 sidebar();
 draw();
+document.querySelector('nav button[aria-current="true"]')?.scrollIntoView({ block: "nearest" });
