@@ -214,10 +214,13 @@ def argument_matches(value: Any, accepted: list[Any], schema: dict[str, Any]) ->
         value = float(value)
     accepted_type = next((type(option) for option in accepted if option != ""), None)
     variable = accepted_type not in (None, expected)
-    if not (type(value) is expected and (item_type is None or any(_items_typed(value, option, item_type) for option in accepted))):
-        if accepted_type is None or type(value) is not accepted_type:
+    if type(value) is expected:
+        if item_type is not None and not any(_items_typed(value, option, item_type) for option in accepted):
             return False
+    elif type(value) is accepted_type:
         variable = True
+    else:
+        return False
     if variable:
         return value in accepted
     if expected is dict:
