@@ -105,8 +105,8 @@ if _TRITON:
             u = ra * u + sb * tl.where(near, rb * _expm1_small(tl.where(near, step, 0.0)), ra - rb)
             ea, eb = tl.exp((a - ma_new) * inv_temperature), tl.exp((b - mb_new) * inv_temperature)
             d = ((a - b) - (ma_new - mb_new)) * inv_temperature
-            near = tl.abs(d) < 1
-            u += tl.sum(tl.where(near, eb * _expm1_small(tl.where(near, d, 0.0)), ea - eb), 0)
+            small = tl.abs(d) < 1
+            u += tl.sum(tl.where(small, eb * _expm1_small(tl.where(small, d, 0.0)), ea - eb), 0)
             sa, sb = ra * sa + tl.sum(ea, 0), rb * sb + tl.sum(eb, 0)
             ma, mb = ma_new, mb_new
 
@@ -123,10 +123,10 @@ if _TRITON:
             x = tl.abs(((a - b) - (ma - mb)) * inv_temperature - shift)
             x = tl.where(x < 100, x, 100.0)  # also takes NaN, which is (-inf) - (-inf): such a v has weight 0
             w = x * x
-            near = w * (PHI1 + w * (PHI2 + w * (PHI3 + w * (PHI4 + w * (PHI5 + w * (PHI6 + w * (PHI7 + w * PHI8)))))))
+            series = w * (PHI1 + w * (PHI2 + w * (PHI3 + w * (PHI4 + w * (PHI5 + w * (PHI6 + w * (PHI7 + w * PHI8)))))))
             e = tl.exp(-x)
             far = 1 - (_log1p_small(tl.where(x < 1, 0.0, e)) + x * e / (1 + e)) * 1.4426950408889634
-            phi = tl.where(x < 1, near, far)
+            phi = tl.where(x < 1, series, far)
             pa += tl.exp((a - ma) * inv_temperature) * phi
             pb += tl.exp((b - mb) * inv_temperature) * phi
         divergence = 0.5 * (tl.sum(pa, 0) / sa + tl.sum(pb, 0) / sb)
