@@ -78,6 +78,8 @@ class Engine:
         self.pad_token_id = pad_token_id
         self.weight_version = 0
         self.weights_invalid: str | None = None  # why generate is refused; None when the weights are those of the trainer
+        self.asleep: str | None = None  # None, "all", or "cache" after wake() and before sync()
+        self.closed = False
         self.seed_rng = np.random.default_rng(seed)  # seeds for calls that bring none
 
     def generate(
@@ -104,6 +106,12 @@ class Engine:
         if seeds is None:
             seeds = self.seed_rng.integers(0, 2**62, size=(len(prompts), n)).tolist()
         return self._generate(prompts, sampling, n, [[int(seed) for seed in row] for row in seeds], session_ids)
+
+    def _check_sync(self) -> None:
+        if self.closed:
+            raise EngineError("sync: the engine is closed")
+        if self.asleep == "all":
+            raise EngineError("sync: the engine sleeps; call wake() first")
 
     def _check(self, prompts, sampling, n, seeds, session_ids) -> None:
         if n < 1:
@@ -389,6 +397,7 @@ class TorchEngine(Engine):
 
         Raises EngineError, and refuses to generate from then on, if names or shapes do not match.
         """
+        self._check_sync()
         self.end_sessions()
         if isinstance(source, torch.nn.parallel.DistributedDataParallel):
             source = source.module
@@ -404,18 +413,20 @@ class TorchEngine(Engine):
                     own[name].copy_(tensor)
                     missing.discard(name)
             if missing:
-                raise EngineError(f"sync: {len(missing)} parameters were not sent, among them {sorted(missing)[0]}")
-        self.weights_invalid = None
+                raise EngineError(f"sync: {len(missing)} parameters were not sent, among them {min(missing)}")
+        self.weights_invalid = self.asleep = None
         self.weight_version += 1
 
     def sleep(self, level: int = 1) -> None:
         """Drop cached keys and values; generate is refused until wake() and sync(). The weights are the trainer's and stay where they are."""
         self.end_sessions()
+        self.asleep = "all"
         self.weights_invalid = "the engine sleeps; call wake(), then sync(model)"
 
     def wake(self) -> None:
         """End a sleep; sync(model) must follow before generate."""
-        if self.weights_invalid:
+        if self.asleep == "all":
+            self.asleep = "cache"
             self.weights_invalid = "the engine woke up without new weights; call sync(model)"
 
     def end_sessions(self) -> None:
@@ -424,6 +435,7 @@ class TorchEngine(Engine):
 
     def close(self) -> None:
         self.end_sessions()
+        self.closed = True
         self.weights_invalid = "the engine is closed"
 
     def _generate(self, prompts, sampling, n, seeds, session_ids):
@@ -639,10 +651,10 @@ class VLLMEngine(Engine):
         self.can_sleep = can_sleep
         self.probe_tolerance = probe_tolerance
         self.sync_timeout = sync_timeout
-        self.asleep: str | None = None  # None, "all" or "cache"
         self.cache_resets = 0
         self.probe_gap = math.nan  # of the last sync
         self.forward_tokens = 0
+        self.parameter_names = {name for name, _ in model.named_parameters()}  # every sync must bring all of them
         self._push(model)
 
     def sync(self, source: torch.nn.Module | Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -655,17 +667,23 @@ class VLLMEngine(Engine):
         self.weight_version += 1
 
     def _push(self, source) -> None:
-        if self.asleep == "all":
-            raise EngineError("sync: the engine sleeps; call wake() first")
-        if self.llm is None:
-            raise EngineError("sync: the engine is closed")
+        self._check_sync()
         if isinstance(source, torch.nn.parallel.DistributedDataParallel):
             source = source.module
         self.weights_invalid = "the last sync failed; sync again"
-        self._within_timeout(lambda: self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": named_full_tensors(source)}))
-        if self.asleep == "cache":  # only now: old weights, new weights and the cache need not fit side by side
+        missing = set(self.parameter_names)
+
+        def weights():
+            for name, tensor in named_full_tensors(source):
+                missing.discard(name)
+                yield name, tensor
+
+        self._within_timeout(lambda: self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights()}))
+        if missing:
+            raise EngineError(f"sync: {len(missing)} parameters were not sent, among them {min(missing)}")
+        if self.asleep == "cache" and self.can_sleep:  # only now: old weights, new weights and the cache need not fit side by side
             self.llm.wake_up(tags=["kv_cache"])
-            self.asleep = None
+        self.asleep = None
         if not self.llm.reset_prefix_cache():
             raise EngineError("sync: vLLM did not reset its prefix cache, which holds keys and values of the old weights")
         self.cache_resets += 1
@@ -716,7 +734,7 @@ class VLLMEngine(Engine):
             return
         if self.can_sleep:
             self.llm.wake_up(tags=["weights"])
-        self.asleep = "cache" if self.can_sleep else None
+        self.asleep = "cache"
         self.weights_invalid = "the engine woke up without new weights; call sync(model)"
 
     def end_sessions(self) -> None:
@@ -727,6 +745,7 @@ class VLLMEngine(Engine):
         if self.llm is not None:
             self.llm.llm_engine.engine_core.shutdown()
             self.llm = None
+        self.closed = True
         self.weights_invalid = "the engine is closed"
 
     def _generate(self, prompts, sampling, n, seeds, session_ids):
