@@ -129,7 +129,7 @@ def t_quantile(df: int) -> float:
     if df <= len(T_95):
         return T_95[df - 1]
     z = 1.959964
-    return z + (z**3 + z) / (4 * df) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * df**2)
+    return z + (z**3 + z) / (4 * df) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * df**2) + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * df**3)
 
 
 def smooth(values: np.ndarray) -> np.ndarray:
@@ -262,11 +262,15 @@ def draw_curves(folders: Sequence[str | os.PathLike[str]], out: str | os.PathLik
             if not any(other[0] > row and other[1] in ((0, 1) if big else (column,)) for other in places[: len(plots)]):
                 axes.set_xlabel("update")
             legend_rows = legend_above(axes, entries, 100 if big else 46)
-            # about 6.2 points a bold title character and 5.2 a corner character, on 195 points of axes; twice as many and larger in the headline
-            space = int((440 - 6.6 * len(corner)) / 7.8 if big else (195 - 5.2 * len(corner)) / 6.2)
-            title = panel.title if len(panel.title) <= space else panel.title[: max(6, space - 3)] + "..."
-            axes.set_title(title, loc="left", pad=6 + 11 * legend_rows, fontsize=12 if big else None)
-            axes.set_title(corner, loc="right", pad=6 + 11 * legend_rows, color=corner_colour, fontsize=12 if big else 8.5, fontweight="normal")
+            # a title character is about 5.6 points wide (7.2 in the headline), one in the corner 4.9 (6.6), the axes 200 (450); too long: two lines
+            title_width, corner_width, room = (7.2, 6.6, 450) if big else (5.6, 4.9, 200)
+            pad = 6 + 11 * legend_rows
+            longest = int(room / title_width) + 3
+            title = panel.title if len(panel.title) <= longest else panel.title[: longest - 3] + "..."
+            if corner and title_width * len(title) + corner_width * len(corner) > room:
+                title += "\n "  # matplotlib has one height for both titles, so the left one moves up by an empty line
+            axes.set_title(title, loc="left", pad=pad, fontsize=12 if big else None)
+            axes.set_title(corner, loc="right", pad=pad, color=corner_colour, fontsize=12 if big else 8.5, fontweight="normal")
         temporary = Path(out).with_name(f".{Path(out).name}")
         try:
             figure.savefig(temporary, dpi=130, format=Path(out).suffix.lstrip(".") or "png")

@@ -317,13 +317,13 @@ class HashedFile:
         self.error: OSError | None = None
 
     def write(self, data: Any) -> int:
+        self.size += len(data)
         try:
             self.file.write(data)
         except OSError as error:
             self.error = self.error or error
             raise
         self.sha256.update(data)
-        self.size += len(data)
         return len(data)
 
     def flush(self) -> None:
@@ -357,7 +357,13 @@ def check_state(value: Any, where: str) -> None:
 def checkpoint_folders(folder: Path) -> list[Path]:
     """Checkpoints of a run, newest first. ``00000012.2`` is the second one saved at update 12."""
     found = [path for path in (folder / "checkpoints").glob("*") if re.fullmatch(r"\d{8,}(\.\d+)?", path.name)]
-    return sorted(found, key=lambda path: (int(path.name.partition(".")[0]), int(path.name.partition(".")[2] or 1)), reverse=True)
+    return sorted(found, key=checkpoint_order, reverse=True)
+
+
+def checkpoint_order(path: Path) -> tuple[int, int]:
+    """(step, copy) of a checkpoint folder."""
+    step, _, copy = path.name.partition(".")
+    return int(step), int(copy or 1)
 
 
 def read_checkpoint(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -531,8 +537,10 @@ class Run:
         self.seconds: dict[str, float] = {}
         self.shown: dict[str, float] = {}
         self.tracker: Any = NoTracker()
+        self.metrics_file: Any = None
+        self.episodes_file: Any = None
+        self.lock_file: Any = None
         self.folder = Path(self.on_main(self.prepare_folder))
-        self.metrics_file = self.episodes_file = None
         if is_main:
             # tqdm would fill a log file with thousands of bars: off a terminal, at most one line each 30 s
             self.bar = tqdm(total=total_updates, unit="update", dynamic_ncols=True, mininterval=0.5 if sys.stderr.isatty() else 30)
@@ -568,11 +576,13 @@ class Run:
             if changed:
                 listed = "\n  ".join(changed)
                 raise RunError(f"--resume {folder}: these arguments would change the result:\n  {listed}\nDrop them, or start a new run")
+            self.lock(folder)
             environment["sessions"].append(surroundings())
             kept = {"resume": record.get("resume"), "out": record.get("out")}
             self.args |= {name: value for name, value in kept.items() if name in self.args}
         else:
             folder = self.new_folder()
+            self.lock(folder)
             environment = {"script": self.script, "sessions": [surroundings()]}
         (folder / "checkpoints").mkdir(exist_ok=True)
         write_atomic(folder / "args.json", (json.dumps(self.args, indent=2) + "\n").encode())
@@ -602,10 +612,14 @@ class Run:
     def open_logs(self) -> None:
         self.metrics_file = open(self.folder / "metrics.jsonl", "ab", buffering=0)  # noqa: SIM115  (closed by close)
         self.episodes_file = open(self.folder / "episodes.jsonl", "ab", buffering=0)  # noqa: SIM115
+
+    def lock(self, folder: Path) -> None:
+        """Keeps a second process out of the folder. A record lock: it goes with this process, even a killed one, and workers do not inherit it."""
+        self.lock_file = open(folder / ".lock", "w")  # noqa: SIM115  (closed by close)
         try:
-            fcntl.flock(self.metrics_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.lockf(self.lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise RunError(f"another process is writing to {self.folder}; stop it first") from None
+            raise RunError(f"another process is writing to {folder}; stop it first") from None
 
     # ---- logs
 
@@ -670,7 +684,7 @@ class Run:
 
     def last_checkpoint(self) -> int | None:
         folders = checkpoint_folders(self.folder)
-        return int(folders[0].name.partition(".")[0]) if folders else None
+        return checkpoint_order(folders[0])[0] if folders else None
 
     def save_checkpoint(self, step: int, state: dict[str, Any]) -> Path:
         """Saves ``state`` (nested dicts, lists, tensors, numbers, strings) and all generator states after ``step`` updates; returns the folder.
@@ -686,10 +700,8 @@ class Run:
         if not self.loaded:
             raise RunError("a resumed run must call load_checkpoint() before it saves")
         parent = self.folder / "checkpoints"
-        name, copy = f"{step:08d}", 1
-        while (parent / name).exists():
-            copy += 1
-            name = f"{step:08d}.{copy}"
+        copies = [order for order in map(checkpoint_order, checkpoint_folders(self.folder)) if order[0] == step]
+        name = f"{step:08d}.{copies[0][1] + 1}" if copies else f"{step:08d}"
         temporary = parent / f".writing-{name}"
         shutil.rmtree(temporary, ignore_errors=True)
         file = None
@@ -714,7 +726,9 @@ class Run:
             shutil.rmtree(temporary, ignore_errors=True)
             cause = file.error if file is not None and file.error else error
             if isinstance(cause, OSError) and cause.errno in FULL:
-                raise disk_full(cause, f"the checkpoint of update {step}", self.folder, self.last_checkpoint()) from None
+                raise disk_full(
+                    cause, f"the checkpoint of update {step}, at least {file.size / 1e6 if file else 0:.1f} MB", self.folder, self.last_checkpoint()
+                ) from None
             raise
         for old in checkpoint_folders(self.folder)[self.keep :]:
             shutil.rmtree(old)
@@ -779,10 +793,10 @@ class Run:
     def finish(self, panels: Sequence[Panel] = ()) -> None:
         """Draws curves.png (``panels`` come after the usual ones and are kept in figure.json for later redrawing), prints the end table, closes."""
         if self.is_main:
-            specification = [dataclasses.asdict(panel) for panel in panels]
-            write_atomic(self.folder / "figure.json", (json.dumps(specification, indent=2) + "\n").encode())
             records = read_jsonl(self.folder / "metrics.jsonl")
             try:
+                specification = [dataclasses.asdict(panel) for panel in panels]
+                write_atomic(self.folder / "figure.json", (json.dumps(specification, indent=2) + "\n").encode())
                 draw_curves([self.folder], self.folder / "curves.png")
             except OSError as error:  # the numbers are safe in metrics.jsonl, so a full disk must not fail a finished run
                 print(f"curves.png was not written ({error}); draw it later with: python -m common.run {self.folder}", file=sys.stderr)
@@ -796,7 +810,7 @@ class Run:
         for number, handler in self.old_handlers.items():
             signal.signal(number, handler)
         self.old_handlers = {}
-        for file in (self.metrics_file, self.episodes_file):
+        for file in (self.metrics_file, self.episodes_file, self.lock_file):
             if file is not None:
                 file.close()
         if self.is_main:
