@@ -6,16 +6,440 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import itertools
+import json
 import os
+import platform
 import re
+import secrets
+import select
+import selectors
+import shutil
+import signal
 import sqlite3
+import subprocess
+import sys
+import tempfile
 import threading
 import time
+import warnings
 from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
+
+import psutil
+
+# ---------------------------------------------------------------------------------------------------------------------------------------------------
+# Processes
+
+
+class SandboxError(RuntimeError):
+    """The box itself failed or is not to be had: nothing was learned about the program."""
+
+
+@dataclass(frozen=True)
+class ProcessResult:
+    """What a run left. ``returncode`` is 128 + n after signal n, 124 after the wall-clock limit; of long output the beginning and the end are kept."""
+
+    stdout: str
+    stderr: str
+    returncode: int
+    timed_out: bool
+    output_truncated: bool
+    isolated: bool
+
+
+_BOX_MARK = "CLEANAGENTRL_BOX"  # environment variable that finds a run's stray processes where there is no process namespace
+_POLL_S = 0.2  # how often memory and process count of the whole tree are looked at
+_GRACE_S = 10.0  # how long killed processes may take to vanish
+_uid_counter = itertools.count()
+_warned = False
+
+# sh enters the folder (root's bubblewrap may not any more) and sets the limits, then becomes the program.
+# dash spells the process limit -p, bash -u. File blocks are 512 bytes in POSIX mode.
+_LIMIT_SCRIPT = (
+    "cd {folder} || exit 125; ulimit -c 0; ulimit -t {cpu_s}; ulimit -f {file_blocks}; ulimit -v {memory_kb}; "
+    '{{ ulimit -u {processes} || ulimit -p {processes}; }} 2>/dev/null; exec "$@"'
+)
+
+
+def _free_uid() -> int:
+    """A user id that no account has, another one for each run at a time: the kernel counts processes by user. Needs root."""
+    slot = os.getpid() * 64 + next(_uid_counter) % 64
+    with open("/proc/self/uid_map") as file:
+        ranges = [tuple(map(int, line.split())) for line in file]
+    if any(inside <= 1 << 30 and inside + count >= 1 << 31 for inside, _, count in ranges):
+        return (1 << 30) + slot % (1 << 30)
+    return 20_000 + slot % 40_000  # inside a container with 65,536 ids
+
+
+def _interpreter_binds() -> list[str]:
+    """Read-only binds that make this Python, its virtual environment and its base usable inside, in folders that any user may pass (root's home is not)."""
+    binds: list[str] = []
+    for place in dict.fromkeys(p for prefix in (sys.base_prefix, sys.prefix) for p in (Path(prefix), Path(prefix).resolve())):
+        if place != Path("/") and not place.is_relative_to("/usr"):
+            for parent in reversed(place.parents[:-1]):
+                binds += ["--perms", "0755", "--dir", str(parent)]
+            binds += ["--ro-bind", str(place), str(place)]
+    return binds
+
+
+def _bubblewrap_command(folder: Path, memory_mb: int, uid: int | None, environment: Mapping[str, str]) -> list[str]:
+    """The command line up to the program. ``uid``: root gives the program this user; others are themselves, in a user namespace."""
+    size = str(memory_mb << 20)
+    command = ["bwrap", "--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL"]
+    if uid is None:
+        command += ["--unshare-all"]
+    else:  # no user namespace, or setpriv could not change the user; it drops these three capabilities too
+        command += ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
+        command += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID", "--cap-add", "CAP_SETPCAP"]
+    for name, value in environment.items():
+        command += ["--setenv", name, value]
+    command += ["--ro-bind", "/usr", "/usr"]
+    for name in ("bin", "sbin", "lib", "lib32", "lib64"):
+        if (link := Path("/", name)).is_symlink():
+            command += ["--symlink", os.readlink(link), str(link)]
+        elif link.is_dir():
+            command += ["--ro-bind", str(link), str(link)]
+    command += ["--perms", "0755", "--dir", "/etc"]
+    for name in ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime"):
+        command += ["--ro-bind-try", name, name]
+    command += ["--proc", "/proc", "--dev", "/dev"]
+    for name in ("/dev/shm", "/tmp"):
+        command += ["--perms", "1777", "--size", size, "--tmpfs", name]
+    command += [*_interpreter_binds(), "--bind", str(folder), "/box"]  # after /tmp, which would hide them
+    command += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/"]
+    if uid is not None:
+        command += ["setpriv", "--reuid", str(uid), "--regid", str(uid), "--clear-groups", "--inh-caps=-all", "--bounding-set=-all", "--no-new-privs", "--"]
+    return command
+
+
+@functools.cache
+def isolation_problem() -> str:
+    """Why programs cannot be isolated here, or "" when they can. Tried once per process."""
+    if platform.system() != "Linux":
+        return "bubblewrap needs Linux"
+    for program in ("bwrap", *(["setpriv"] if os.geteuid() == 0 else [])):
+        if shutil.which(program) is None:
+            return f"program {program} is missing (Debian packages bubblewrap and util-linux)"
+    with tempfile.TemporaryDirectory(prefix="box-") as name:
+        command = _bubblewrap_command(Path(name), 16, _free_uid() if os.geteuid() == 0 else None, {"PATH": "/usr/bin:/bin"})
+        tried = subprocess.run([*command, "true"], env={"PATH": os.environ.get("PATH", os.defpath)}, capture_output=True, text=True, timeout=60)
+    return "" if tried.returncode == 0 else f"bubblewrap does not work here: {tried.stderr.strip()[:200]}"
+
+
+class _Output:
+    """The first and the last half of at most ``limit`` bytes of a stream."""
+
+    def __init__(self, limit: int):
+        self.head, self.tail, self.total = bytearray(), bytearray(), 0
+        self.head_limit, self.tail_limit = limit - limit // 2, limit // 2
+
+    def add(self, data: bytes) -> None:
+        self.total += len(data)
+        taken = min(len(data), self.head_limit - len(self.head))
+        self.head += data[:taken]
+        self.tail += data[taken:]
+        del self.tail[: max(0, len(self.tail) - self.tail_limit)]
+
+    @property
+    def left_out(self) -> int:
+        return self.total - len(self.head) - len(self.tail)
+
+    def text(self) -> str:
+        gap = f"\n... {self.left_out} bytes left out ...\n".encode() if self.left_out else b""
+        return (bytes(self.head) + gap + bytes(self.tail)).decode(errors="replace")
+
+
+def _write_files(folder: Path, files: Mapping[str, str | bytes]) -> None:
+    """Writes files below a folder that an earlier program may have filled with symbolic links: none is followed out of it."""
+    for name, content in files.items():
+        target = folder / name
+        if Path(name).is_absolute() or ".." in Path(name).parts or target == folder:
+            raise ValueError(f"file name {name!r} is not a relative path below the folder")
+        if not target.parent.resolve().is_relative_to(folder):
+            raise SandboxError(f"{name!r} lies behind a symbolic link that leads out of {folder}")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if target.is_symlink():
+            target.unlink()
+        target.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def _give(folder: Path, uid: int, gid: int) -> None:
+    """Hands a tree to a user: links themselves, not what they point to."""
+    os.lchown(folder, uid, gid)
+    for place, folders, names in os.walk(folder):
+        for name in (*folders, *names):
+            os.lchown(os.path.join(place, name), uid, gid)
+
+
+@contextlib.contextmanager
+def _work_folder(folder: Path | None, files: Mapping[str, str | bytes], uid: int | None) -> Iterator[Path]:
+    """The caller's folder or a temporary one, filled, and owned by ``uid`` while the program runs."""
+    made = None if folder is not None else tempfile.mkdtemp(prefix="box-")
+    place = Path(made or folder or "").resolve()
+    try:
+        if not place.is_dir():
+            raise SandboxError(f"work folder {place} does not exist")
+        _write_files(place, files)
+        owner = place.stat()
+        if uid is not None:
+            _give(place, uid, uid)
+        try:
+            yield place
+        finally:
+            if uid is not None and made is None:
+                _give(place, owner.st_uid, owner.st_gid)
+    finally:
+        try:
+            if made is not None:
+                shutil.rmtree(made)
+        except (OSError, RecursionError):  # a hostile tree: deeper than Python's stack, or closed by its modes
+            subprocess.run(["rm", "-rf", "--", made], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
+
+
+def run_process(
+    argv: Sequence[str],
+    *,
+    folder: Path | None = None,
+    files: Mapping[str, str | bytes] | None = None,
+    stdin: str = "",
+    wall_s: float = 10.0,
+    cpu_s: int = 10,
+    memory_mb: int = 1024,
+    file_mb: int = 64,
+    processes: int = 64,
+    output_bytes: int = 65_536,
+    require_isolation: bool = False,
+) -> ProcessResult:
+    """Runs a program that may be hostile, and returns once it and everything it started are gone.
+
+    folder: writable at /box, the working directory (a temporary one, removed afterwards, when None). files: relative path -> content, written there first.
+    wall_s: seconds until everything is killed. cpu_s: CPU seconds of each process. memory_mb: address space of each process, resident memory of all together
+    (looked at five times a second), size of /tmp. file_mb: one file. processes: processes and threads. output_bytes: kept of stdout and of stderr.
+
+    Isolated (Linux with bubblewrap): no network, read-only /usr and Python, private /tmp and /proc, empty environment, no capabilities. Started by root, the
+    program gets a user id of its own and the folder belongs to that id until the end. Without bubblewrap only the limits hold: the program sees the host's
+    files and network, and a RuntimeWarning says so once per process.
+
+    Raises SandboxError when isolation is required and missing, or when the box itself fails; ValueError for bad arguments.
+    """
+    if not argv or not all(isinstance(part, str) and "\0" not in part for part in argv):
+        raise ValueError(f"argv must be a non-empty list of strings without null characters, not {argv!r}")
+    if min(wall_s, cpu_s, memory_mb, file_mb, processes, output_bytes) <= 0:
+        raise ValueError("every limit must be above zero")
+    problem = isolation_problem()
+    if problem and require_isolation:
+        raise SandboxError(f"isolation is required and not to be had: {problem}")
+    if problem:
+        _warn_once(problem)
+    isolated = not problem
+    uid = _free_uid() if isolated and os.geteuid() == 0 else None
+    with _work_folder(folder, files or {}, uid) as place:
+        home = "/tmp" if isolated else str(place)
+        environment = {
+            "PATH": ":".join(dict.fromkeys((str(Path(sys.prefix) / "bin"), "/usr/local/bin", "/usr/bin", "/bin"))),
+            "HOME": home,
+            "TMPDIR": home,
+            "USER": "box",
+            "LOGNAME": "box",
+            "LANG": "C.UTF-8",
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "OMP_NUM_THREADS": "1",  # numeric libraries would start a thread for each core, against the process limit
+            "OPENBLAS_NUM_THREADS": "1",
+        }
+        # The kernel counts a user's processes: those of the box alone for a user id or (from Linux 5.14) a user namespace of its own, else all of the user's.
+        others = 0 if isolated and (uid is not None or _kernel() >= (5, 14)) else _threads_of_user()
+        limits = _LIMIT_SCRIPT.format(
+            folder="/box" if isolated else ".", cpu_s=cpu_s, file_blocks=file_mb * 2048, memory_kb=memory_mb * 1024, processes=processes + others
+        )
+        command = ["sh", "-c", limits, "sh", *argv]
+        run = _Run(wall_s, memory_mb, processes, output_bytes)
+        if isolated:
+            return run([*_bubblewrap_command(place, memory_mb, uid, environment), *command], {"PATH": os.environ.get("PATH", os.defpath)}, "/", stdin, "")
+        mark = secrets.token_hex(16)
+        return run(command, {**environment, _BOX_MARK: mark}, str(place), stdin, mark)
+
+
+def _warn_once(problem: str) -> None:
+    global _warned
+    if not _warned:
+        _warned = True
+        text = f"NOT ISOLATED: programs written by the model see this machine's files and network ({problem}); --require-sandbox refuses this"
+        warnings.warn(text, RuntimeWarning, stacklevel=3)
+
+
+def _kernel() -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", platform.release())[:2])
+
+
+def _threads_of_user() -> int:
+    total = 0
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.uids().real == os.getuid():
+                total += process.num_threads()
+    return total
+
+
+def _tree(pid: int) -> tuple[int, int]:
+    """(processes, bytes of resident memory) below a process."""
+    count = memory = 0
+    with contextlib.suppress(psutil.Error):
+        for child in psutil.Process(pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                memory += child.memory_info().rss
+                count += 1
+    return count, memory
+
+
+def _kill_marked(mark: str) -> None:
+    """Kills every process whose environment carries the mark, until none is left."""
+    deadline = time.monotonic() + _GRACE_S
+    while time.monotonic() < deadline:
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, OSError):
+                if process.environ().get(_BOX_MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+        if not found:
+            return
+        for process in found:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+
+
+class _Run:
+    """Starts one command line, feeds it, reads it, ends it."""
+
+    def __init__(self, wall_s: float, memory_mb: int, processes: int, output_bytes: int):
+        self.deadline = time.monotonic() + wall_s
+        self.memory_mb, self.processes = memory_mb, processes
+        self.stdout, self.stderr, self.status = _Output(output_bytes), _Output(output_bytes), _Output(4096)
+        self.selector = selectors.DefaultSelector()
+
+    def __call__(self, command: list[str], environment: dict[str, str], cwd: str, stdin: str, mark: str) -> ProcessResult:
+        """mark: "" for a bubblewrap command line, whose status pipe tells whether the program really ran; else the mark in the environment."""
+        isolated = not mark
+        status_read, status_write = os.pipe()
+        if isolated:
+            command = [command[0], "--json-status-fd", str(status_write), *command[1:]]
+        try:
+            pipe = subprocess.PIPE
+            process = subprocess.Popen(
+                command, stdin=pipe, stdout=pipe, stderr=pipe, env=environment, cwd=cwd, start_new_session=True, pass_fds=(status_write,) if isolated else ()
+            )
+        except OSError as error:
+            os.close(status_read)
+            raise SandboxError(f"cannot start {command[0]}: {error}") from error
+        finally:
+            os.close(status_write)
+        killed, timed_out = "", False
+        with self.selector, process.stdout, process.stderr, open(status_read, "rb", buffering=0) as status:  # type: ignore[union-attr]
+            for file, output in ((process.stdout, self.stdout), (process.stderr, self.stderr), (status, self.status)):
+                self.selector.register(file, selectors.EVENT_READ, output)
+            if stdin:
+                os.set_blocking(process.stdin.fileno(), False)  # type: ignore[union-attr]
+                self.selector.register(process.stdin, selectors.EVENT_WRITE, bytearray(stdin.encode(errors="replace")))  # type: ignore[arg-type]
+            else:
+                process.stdin.close()  # type: ignore[union-attr]
+            try:
+                killed, timed_out = self.watch(process, isolated)
+            finally:  # after an interrupt of the caller too: nothing may stay behind
+                self.end(process, mark)
+                drained = time.monotonic() + 1.0
+                while self.selector.get_map() and time.monotonic() < drained and self.pump(0.0):
+                    pass
+                if not process.stdin.closed:  # type: ignore[union-attr]
+                    with contextlib.suppress(OSError):
+                        process.stdin.close()  # type: ignore[union-attr]
+        if isolated and not timed_out and not killed and "exit-code" not in self.events():
+            raise SandboxError(f"bubblewrap failed before the program ended: {self.stderr.text().strip()[:300]}")
+        returncode = process.returncode if process.returncode >= 0 else 128 - process.returncode
+        return ProcessResult(
+            self.stdout.text(),
+            self.stderr.text() + killed,
+            124 if timed_out else 137 if killed else returncode,
+            timed_out,
+            bool(self.stdout.left_out or self.stderr.left_out),
+            isolated,
+        )
+
+    def watch(self, process: subprocess.Popen[bytes], isolated: bool) -> tuple[str, bool]:
+        """Until the program ends or has to be ended: (why it has to be killed or "", whether the time is over)."""
+        look = time.monotonic() + _POLL_S
+        while process.poll() is None:
+            now = time.monotonic()
+            if now >= self.deadline:
+                return "", True
+            if now >= look:
+                count, memory = _tree(process.pid)
+                if memory > self.memory_mb << 20:
+                    return f"\nkilled: the processes together took more than {self.memory_mb} MB", False
+                if not isolated and count > self.processes:
+                    return f"\nkilled: more than {self.processes} processes", False
+                look = time.monotonic() + _POLL_S
+            rest = max(0.0, min(self.deadline, look) - now)
+            if self.selector.get_map():
+                self.pump(min(rest, 0.05))
+            else:  # the program closed its output and goes on
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(rest)
+        return "", False
+
+    def pump(self, seconds: float) -> bool:
+        """One round of reading and writing; whether anything moved."""
+        ready = self.selector.select(seconds)
+        for key, _ in ready:
+            if isinstance(key.data, _Output):
+                data = os.read(key.fd, 65_536)
+                key.data.add(data)
+                if not data:
+                    self.selector.unregister(key.fileobj)
+                continue
+            try:
+                del key.data[: os.write(key.fd, key.data[:65_536])]
+            except BlockingIOError:
+                continue
+            except OSError:  # the program closed its end
+                key.data.clear()
+            if not key.data:
+                self.selector.unregister(key.fileobj)
+                key.fileobj.close()  # type: ignore[union-attr]
+        return bool(ready)
+
+    def events(self) -> dict[str, int]:
+        """What bubblewrap reported: ``child-pid`` once the namespaces stand, ``exit-code`` once the program ended."""
+        events: dict[str, int] = {}
+        for line in self.status.text().splitlines():
+            with contextlib.suppress(ValueError):
+                events.update(json.loads(line))
+        return events
+
+    def end(self, process: subprocess.Popen[bytes], mark: str) -> None:
+        """Kills what is left and waits until it is gone. bubblewrap's death kills the first process of its namespace, and that one's end is the end of all."""
+        while self.selector.get_map() and not mark and "child-pid" not in self.events() and self.pump(0.0):
+            pass
+        first = None
+        if not mark and (pid := self.events().get("child-pid")):
+            with contextlib.suppress(OSError):
+                first = os.pidfd_open(pid)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        if mark:
+            _kill_marked(mark)
+        if first is not None:
+            try:
+                select.select([first], [], [], _GRACE_S)
+            finally:
+                os.close(first)
+
 
 # ---------------------------------------------------------------------------------------------------------------------------------------------------
 # SQL
@@ -23,7 +447,8 @@ from urllib.parse import quote
 SQL_MAX_LENGTH = 20_000  # characters of a query
 VALUE_MAX_BYTES = 100_000  # one string, blob or row inside SQLite; bounds what a single opcode can cost, which no progress handler interrupts
 MESSAGE_MAX_CHARS = 200
-CTE_MAX_COPIES = 2_000
+HEAP_BYTES = 256 << 20  # of SQLite in this whole process: sorting, and what repeated subqueries grow to while a query is compiled, which nothing interrupts
+HEAVY_CALLS = 64  # mentions of functions that can take length x length steps in one opcode
 CONNECTIONS_PER_THREAD = 16
 PROGRESS_OPCODES = 100
 
@@ -59,6 +484,7 @@ percent_rank pi pow power printf quote radians random rank replace round row_num
 sinh cosh tanh soundex sqrt strftime string_agg substr substring subtype sum time timediff total trim trunc typeof unicode
 unixepoch unlikely upper"""
 _FUNCTIONS = frozenset(_FUNCTION_NAMES.split())
+_HEAVY_FUNCTIONS = frozenset({"glob", "instr", "like", "ltrim", "replace", "rtrim", "trim"})
 _ALLOWED_ACTIONS = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_RECURSIVE}
 _SCHEMA_TABLES = {"sqlite_master", "sqlite_schema", "sqlite_sequence"}
 
@@ -100,6 +526,7 @@ class _Connection:
         self.identity = identity
         self.deadline = 0.0
         self.denied = False
+        self.heavy_calls = 0
         with open(path, "rb") as file:
             if file.read(16) != b"SQLite format 3\0":  # an empty file would open as an empty database
                 raise sqlite3.DatabaseError("file is not a database")
@@ -107,6 +534,8 @@ class _Connection:
         self.handle = sqlite3.connect(f"file:{quote(os.path.abspath(path))}?mode=ro&immutable=1", uri=True, isolation_level=None, cached_statements=64)
         self.handle.text_factory = lambda raw: raw.decode(errors="ignore")
         try:
+            self.handle.execute(f"PRAGMA hard_heap_limit = {HEAP_BYTES}")
+            self.handle.execute("PRAGMA temp_store = MEMORY")  # under the heap limit, where temporary files could fill the disk
             self.tables = {row[0].lower() for row in self.handle.execute("SELECT name FROM sqlite_master WHERE type IN ('table', 'view')")} | _SCHEMA_TABLES
         except sqlite3.Error:
             self.handle.close()
@@ -122,7 +551,9 @@ class _Connection:
         if action == sqlite3.SQLITE_READ:
             allowed = arg2 == "" or (arg1 or "").lower() in self.tables  # no column: SQLite reports count(*) over any FROM item, expressions included
         elif action == sqlite3.SQLITE_FUNCTION:
-            allowed = (arg2 or "").lower() in _FUNCTIONS
+            name = (arg2 or "").lower()
+            self.heavy_calls += name in _HEAVY_FUNCTIONS
+            allowed = name in _FUNCTIONS and self.heavy_calls <= HEAVY_CALLS
         else:
             allowed = action in _ALLOWED_ACTIONS
         if allowed:
@@ -172,62 +603,27 @@ def _connection(path: str) -> _Connection:
     return found
 
 
-def _cte_copies(query: str) -> float:
-    """How many copies of common table expressions SQLite would make (one per mention, mentions inside copies included, before any limit of its own applies)."""
-    words = [(text.strip("'\"`[]").lower(), kind) for kind, text, _, _ in sql_tokens(query) if kind != "space"]
-    texts = [text for text, _ in words]
-    bodies: dict[str, list[tuple[int, int]]] = {}
-    for i, (text, kind) in enumerate(words):
-        if text != "as" or kind != "word" or i == 0:
-            continue
-        start = i + 1
-        while start < len(texts) and texts[start] in ("not", "materialized"):
-            start += 1
-        name = i - 1
-        if texts[name] == ")":  # name ( columns ) AS (
-            while name > 0 and texts[name] != "(":
-                name -= 1
-            name -= 1
-        if start >= len(texts) or texts[start] != "(" or name < 0:
-            continue
-        depth, end = 1, start + 1
-        while end < len(texts) and depth:
-            depth += {"(": 1, ")": -1}.get(texts[end], 0)
-            end += 1
-        bodies.setdefault(texts[name], []).append((start, end))
-    if not bodies:
-        return 0
-
-    def mentions(start: int, end: int, skip: set[int]) -> list[str]:
-        near = range(start, end)
-        return [
-            texts[i] for i in near if texts[i] in bodies and i not in skip and (i + 1 >= len(texts) or texts[i + 1] != ".") and (i == 0 or texts[i - 1] != ".")
-        ]
-
-    cost: dict[str, float] = {}
-
-    def copies(name: str, above: tuple[str, ...]) -> float:
-        if name in above[:-1]:
-            return float("inf")  # names that mention each other
-        if above and name == above[-1]:
-            return 1  # ordinary recursion
-        if name not in cost:
-            if len(above) > 200:
-                return float("inf")
-            cost[name] = 1 + sum(copies(other, (*above, name)) for start, end in bodies[name] for other in mentions(start, end, set()))
-        return cost[name]
-
-    inside = {i for spans in bodies.values() for start, end in spans for i in range(start, end)}
-    return sum(copies(name, ()) for name in mentions(0, len(texts), inside))
+_memory_lock = threading.Lock()
 
 
 def run_sql(database: Path | str, query: str, *, timeout_s: float = 2.0, max_rows: int = 10_000, max_bytes: int = 20_000_000) -> SqlResult:
     """Runs one read-only query and never raises for what the query or the file does.
 
-    The time limit is checked every ``PROGRESS_OPCODES`` steps of SQLite's machine; the limits on value length bound what one step can cost. Connections stay
-    open, a few per thread, so a small query costs about 0.02 ms. Text that is not UTF-8 is decoded with errors ignored. Error texts are SQLite's, cut to
-    ``MESSAGE_MAX_CHARS``.
+    The time limit is checked every ``PROGRESS_OPCODES`` steps of SQLite's machine; the limits on value length bound what one step can cost, the limit on
+    SQLite's memory (of the process: a query that meets it runs once more, alone among such) what compiling can. Connections stay open, a few per thread, so a
+    small query costs about 0.02 ms. Text that is not UTF-8 is decoded with errors ignored. Error texts are SQLite's, cut to ``MESSAGE_MAX_CHARS``.
     """
+    try:
+        return _run_sql(database, query, timeout_s, max_rows, max_bytes)
+    except MemoryError:  # SQLITE_NOMEM, also for a program over SQLITE_LIMIT_VDBE_OP; another thread's query may have taken the memory
+        with _memory_lock:
+            try:
+                return _run_sql(database, query, timeout_s, max_rows, max_bytes)
+            except MemoryError:
+                return SqlResult(0, None, "query needs too much memory", "too_large")
+
+
+def _run_sql(database: Path | str, query: str, timeout_s: float, max_rows: int, max_bytes: int) -> SqlResult:
     path = os.fspath(database)
     try:
         connection = _connection(path)
@@ -236,9 +632,7 @@ def run_sql(database: Path | str, query: str, *, timeout_s: float = 2.0, max_row
         return SqlResult(0, None, f"cannot read database {path}: {reason}", "database")
     if len(query) > SQL_MAX_LENGTH:
         return SqlResult(0, None, f"query longer than {SQL_MAX_LENGTH} characters", "too_large")
-    if "with" in query.lower() and _cte_copies(query) > CTE_MAX_COPIES:
-        return SqlResult(0, None, "common table expressions expand too often", "too_large")
-    connection.denied = False
+    connection.denied, connection.heavy_calls = False, 0
     connection.deadline = time.monotonic() + timeout_s
     cursor = connection.handle.cursor()
     try:
@@ -267,7 +661,5 @@ def run_sql(database: Path | str, query: str, *, timeout_s: float = 2.0, max_row
         if code in _DATABASE_CODES:
             return SqlResult(0, None, f"cannot read database {path}: {message}", "database")
         return SqlResult(0, None, message, "too_large" if code == sqlite3.SQLITE_TOOBIG else "error")
-    except MemoryError:  # SQLITE_NOMEM: also what a program over SQLITE_LIMIT_VDBE_OP gives
-        return SqlResult(0, None, "query needs too much memory", "too_large")
     finally:
         cursor.close()

@@ -14,9 +14,10 @@ import random
 import re
 import sqlite3
 import tempfile
+import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,9 +30,12 @@ from common.sandbox import SqlResult, run_sql, sql_tokens
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 SQL_OPEN, SQL_CLOSE = "<sql>", "</sql>"
 TAGS = (THINK_OPEN, THINK_CLOSE, SQL_OPEN, SQL_CLOSE)
+MATCH_STEPS = 2_000  # partial column matches tried for one comparison
+REFERENCES_KEPT, REFERENCE_KEPT_ROWS = 512, 100_000
 REWARDS = ("format", "executes", "result")
 FORMAT_REQUIREMENT = f"write {THINK_OPEN} reasoning {THINK_CLOSE} {SQL_OPEN} query {SQL_CLOSE} and nothing else"
 NO_QUERY = "no query found"
+RESPONSE_MAX_CHARS = 100_000
 NO_ERROR = "executed without error"
 SYSTEM_PROMPT = (
     "You write one SQLite query that answers the question about the database below. First reason briefly, then give the query: "
@@ -60,6 +64,7 @@ FILLERS = ["ok", "let me see", "look at the schema", "this is easy", "step by st
 
 TRAIN_DATABASES, EVAL_DATABASES = 64, 16
 TRAIN_TASKS, EVAL_TASKS = 6_000, 256
+WRONG_KEPT = 3  # wrong queries kept with a task, for mistakes in a warm start
 GENERATOR_SEED = 20_261
 
 
@@ -171,13 +176,13 @@ class Query:
 
 @dataclass(frozen=True)
 class Draft:
-    """A candidate task: the question, the query, what the reasoning names, and the tie check (a query whose rows must all differ in the last column, or "")."""
+    """A candidate task: the question, the query, and the columns that the reasoning names, shown ones and those of conditions."""
 
     question: str
     query: Query
     columns: tuple[str, ...]
     difficulty: int
-    filter: tuple[str, ...] = field(default=())
+    filter: tuple[str, ...] = ()
 
 
 AGGREGATES = {"max": "maximum", "min": "minimum", "avg": "average", "sum": "total"}
@@ -232,7 +237,7 @@ def draft(schema: Schema, difficulty: int, rng: random.Random) -> Draft:
                 f"{show} the {shown_column} of {every} {t} by {english} {by}", Query((shown_column,), (t,), order=(by, direction)), (shown_column,), 1, (by,)
             )
         columns = tuple(rng.sample(shown, 2 if kind == "where2" else 1))
-        condition, english, column = _condition(table, rng)
+        condition, english, column = _condition(table, rng, avoid=[c for c in columns if c in CATEGORIES])
         return Draft(f"{show} the {' and '.join(columns)} of {every} {t} with {english}", Query(columns, (t,), (condition,)), columns, 1, (column,))
     if difficulty == 2:
         kind = rng.choice(("aggregate", "aggregate", "and", "between", "limit", "distinct"))
@@ -243,8 +248,9 @@ def draft(schema: Schema, difficulty: int, rng: random.Random) -> Draft:
             return Draft(question, Query((_of(function, column),), (t,), (condition,)), (column,), 2, (other,))
         column = rng.choice(shown)
         if kind == "and":
-            first, english1, column1 = _condition(table, rng)
-            second, english2, column2 = _condition(table, rng, avoid=(column1,))
+            words = (column,) if column in CATEGORIES else ()
+            first, english1, column1 = _condition(table, rng, avoid=words)
+            second, english2, column2 = _condition(table, rng, avoid=(*words, column1))
             question = f"{show} the {column} of {every} {t} with {english1} and {english2}"
             return Draft(question, Query((column,), (t,), (first, second)), (column,), 2, (column1, column2))
         by = rng.choice(_numbers(table))
@@ -377,22 +383,25 @@ def wrong_variants(query: Query, schema: Schema) -> list[str]:
     return [variant.sql() for variant in wrong]
 
 
-def discriminating(query: Query, schema: Schema, database: str) -> bool:
-    """Whether the reference gives rows that no common mistake also gives, and that do not hang on a tie."""
+def discriminate(query: Query, schema: Schema, database: str) -> list[str] | None:
+    """The common mistakes that run, when the reference gives rows that none of them also gives and that do not hang on a tie; else None."""
     gold = run_sql(database, query.sql())
     if gold.kind != "ok" or gold.rows is None:
         raise RuntimeError(f"generated query fails on {database}: {query.sql()}: {gold.error}")
     if not gold.rows or any(value is None or value == 0 for row in gold.rows for value in row):
-        return False
+        return None
     if query.limit and query.order[0].startswith("count"):
         counts = run_sql(database, replace(query, select=(query.order[0],), limit=2).sql()).rows
         if counts is None or len(counts) < 2 or counts[0] == counts[1]:
-            return False
+            return None
+    running = []
     for variant in wrong_variants(query, schema):
         result = run_sql(database, variant)
-        if result.kind == "ok" and result.rows is not None and spider_equal(gold.rows, result.rows, bool(query.order)):
-            return False
-    return True
+        if result.kind == "ok" and result.rows is not None:
+            if spider_equal(gold.rows, result.rows, bool(query.order)):
+                return None
+            running.append(variant)
+    return running or None
 
 
 def _write_atomically(path: Path, content: bytes) -> None:
@@ -438,7 +447,7 @@ def build_embedded() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
             schema, difficulty = schemas[len(tasks) // 4 % databases], len(tasks) % 4 + 1
             item = draft(schema, difficulty, rng)
             database = str(folder / f"{schema.db_id}.sqlite")
-            if (schema.db_id, item.question) in seen or not discriminating(item.query, schema, database):
+            if (schema.db_id, item.question) in seen or (wrong := discriminate(item.query, schema, database)) is None:
                 continue
             seen.add((schema.db_id, item.question))
             tasks.append(
@@ -450,6 +459,7 @@ def build_embedded() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
                     "query": item.query.sql(),
                     "difficulty": difficulty,
                     "keep_distinct": True,
+                    "wrong": rng.sample(wrong, min(WRONG_KEPT, len(wrong))),
                     "names": {"tables": list(reversed(item.query.tables)), "columns": list(item.columns), "filter": list(item.filter)},
                 }
             )
@@ -468,6 +478,36 @@ def demonstrate(task: dict[str, Any], rng: random.Random) -> list[Message]:
         parts.append(rng.choice(FILLERS))
     answer = f"{THINK_OPEN} {' , '.join(parts)} {THINK_CLOSE} {SQL_OPEN} {task['query']} {SQL_CLOSE}"
     return [*messages_for(task), {"role": "assistant", "content": answer}]
+
+
+MISTAKES = ("column", "table", "format", "result")
+
+
+def mistake(task: dict[str, Any], rng: random.Random, kind: str = "") -> list[Message]:
+    """Like ``demonstrate``, with one mistake (of ``MISTAKES``, drawn when not given): an unknown ``column`` or ``table``, which SQLite reports; a broken
+    ``format``; a query that runs and gives another ``result``. For warm starts that must have seen the verifier texts of failures.
+    """
+    kind = kind or rng.choice(MISTAKES)
+    *messages, answer = demonstrate(task, rng)
+    text = answer["content"]
+    if kind == "format":
+        tag = rng.choice(TAGS)
+        text = rng.choice((text.replace(tag + " ", "").replace(" " + tag, ""), text.replace(tag, f"{tag} {tag}"), f"{text} {rng.choice(FILLERS)}"))
+    else:
+        known = set(re.findall(r"\w+", task["schema"]))
+        query = task["query"]
+        tables, columns = [w for w in TABLES if w in known], [w for w in ("name", *NUMBERS, *CATEGORIES) if re.search(rf"\b{w}\b", query)]
+        if kind == "table":
+            old = rng.choice([w for w in tables if re.search(rf"\b{w}\b", query)])
+            query = re.sub(rf"\b{old}\b", rng.choice([w for w in TABLES if w not in known]), query)
+        elif kind == "column" and columns:
+            query = re.sub(rf"\b{rng.choice(columns)}\b", rng.choice([w for w in NUMBERS if w not in known]), query)
+        elif kind == "column":
+            query = query.replace("*", rng.choice([w for w in NUMBERS if w not in known]), 1)
+        else:
+            query = rng.choice(task["wrong"])
+        text = text.replace(task["query"], query)
+    return [*messages, {"role": "assistant", "content": text}]
 
 
 # ---------------------------------------------------------------------------------------------------------------------------------------------------
@@ -536,9 +576,6 @@ def spider_equal(gold: Sequence[tuple[Any, ...]], other: Sequence[tuple[Any, ...
     return match(0, np.zeros(2 * len(gold), dtype=np.int64), 0)
 
 
-MATCH_STEPS = 2_000
-
-
 def bird_equal(gold: Sequence[tuple[Any, ...]], other: Sequence[tuple[Any, ...]]) -> bool:
     """BIRD's equality: the same set of rows, columns in order."""
     return set(gold) == set(other)
@@ -559,8 +596,10 @@ def normalise_query(query: str, keep_distinct: bool) -> str:
 
 def parse_response(text: str) -> tuple[bool, str | None]:
     """(whether the response has exactly the asked form, the query or None). The query is what the last complete pair of sql tags holds, in any surroundings."""
+    if len(text) > RESPONSE_MAX_CHARS:
+        return False, None
     form = rf"\s*{THINK_OPEN}.*{THINK_CLOSE}\s*{SQL_OPEN}.*{SQL_CLOSE}\s*"
-    good = re.fullmatch(form, text, re.DOTALL) is not None and all(text.count(tag) == 1 for tag in TAGS)
+    good = all(text.count(tag) == 1 for tag in TAGS) and re.fullmatch(form, text, re.DOTALL) is not None
     head, closed, _ = text.rpartition(SQL_CLOSE)
     _, opened, query = head.rpartition(SQL_OPEN)
     return good, (query.strip() or None) if opened and closed else None
@@ -582,7 +621,7 @@ class Score:
 
 
 class SqlEnv:
-    """One question an episode, one step an episode. The step's reward is the sum of the three rewards."""
+    """One question an episode, one step an episode. The step's reward is the mean of the three rewards (NaN when the database could not be read)."""
 
     def __init__(self, mode: str = "spider", timeout_s: float = 2.0, max_rows: int = 10_000):
         if mode not in ("spider", "bird"):
@@ -606,7 +645,7 @@ class SqlEnv:
         info: dict[str, Any] = {"success": score.result, "rewards": rewards, "verifier_text": texts, "query": query}
         if score.error:
             info["error"] = score.error
-        return "", sum(rewards.values()), True, False, info
+        return "", sum(rewards.values()) / len(rewards), True, False, info
 
     def oracle_action(self) -> str:
         """A response with the reference query."""
@@ -642,6 +681,7 @@ def score_query(task: dict[str, Any], query: str, mode: str = "spider", timeout_
 
 
 _references: OrderedDict[tuple[Any, ...], SqlResult] = OrderedDict()
+_references_lock = threading.Lock()
 
 
 def reference_result(path: str, query: str) -> SqlResult:
@@ -651,13 +691,17 @@ def reference_result(path: str, query: str) -> SqlResult:
     except OSError as error:
         return SqlResult(0, None, f"cannot read database {path}: {error.strerror}", "database")
     key = (path, stat.st_mtime_ns, stat.st_size, query)
-    found = _references.get(key)
-    if found is None:
-        found = run_sql(path, query, timeout_s=60.0, max_rows=1_000_000, max_bytes=500_000_000)
-        _references[key] = found
-        while len(_references) > 512:
-            _references.popitem(last=False)
-    return found
+    with _references_lock:
+        if key in _references:
+            _references.move_to_end(key)
+            return _references[key]
+    result = run_sql(path, query, timeout_s=60.0, max_rows=1_000_000, max_bytes=500_000_000)
+    if result.rows is not None and len(result.rows) <= REFERENCE_KEPT_ROWS:
+        with _references_lock:
+            _references[key] = result
+            while len(_references) > REFERENCES_KEPT:
+                _references.popitem(last=False)
+    return result
 
 
 # ---------------------------------------------------------------------------------------------------------------------------------------------------
@@ -794,11 +838,37 @@ def _database_files(folder: Path, db_id: str) -> list[Path]:
     return []
 
 
+def _failing_references(folder: Path, tasks: list[dict[str, Any]], files: dict[str, list[Path]]) -> dict[str, str]:
+    """Task id -> the error of its reference query. Kept in the cache folder: a large BIRD set takes minutes to check."""
+    stats = sorted((str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for paths in files.values() for path in paths)
+    content = json.dumps([stats, [(task["id"], task["db_id"], task["query"]) for task in tasks], sqlite3.sqlite_version])
+    kept = cache_folder() / "sql-checks" / f"{hashlib.sha256(content.encode()).hexdigest()[:24]}.json"
+    if kept.is_file():
+        return json.loads(kept.read_text())
+    if len(tasks) > 2_000:
+        print(f"{folder}: running {len(tasks)} reference queries once")
+    failing: dict[str, str] = {}
+    database_failed = False
+    for task in tasks:
+        query = task["query"] if task["bird"] else normalise_query(task["query"], keep_distinct=False)
+        for path in files[task["db_id"]]:
+            result = reference_result(str(path), query)
+            if result.kind != "ok":
+                failing[task["id"]] = f"{path.name}: {result.error}"
+                database_failed |= result.kind in ("database", "timeout")
+                break
+    if not database_failed:  # a busy or broken machine may be well again the next time
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        _write_atomically(kept, json.dumps(failing).encode())
+    return failing
+
+
 def _usable(folder: Path, tasks: list[dict[str, Any]], problems: list[str]) -> list[dict[str, Any]]:
     """The tasks whose databases are readable and whose reference query runs; a line for each other one is added to ``problems``."""
     files: dict[str, list[Path]] = {}
     schemas: dict[str, str] = {}
-    result = []
+    broken: dict[str, str] = {}
+    readable = []
     for task in tasks:
         db_id = task["db_id"]
         if db_id not in files:
@@ -806,22 +876,21 @@ def _usable(folder: Path, tasks: list[dict[str, Any]], problems: list[str]) -> l
             try:
                 schemas[db_id] = schema_text(files[db_id][0]) if files[db_id] else ""
             except (OSError, sqlite3.Error) as error:
-                schemas[db_id] = ""
-                problems.append(f"{files[db_id][0]}: {error}")
+                schemas[db_id], broken[db_id] = "", str(error)
         if not files[db_id]:
             problems.append(f"{task['id']}: no file {folder / _DATABASE_FOLDERS[0] / db_id / f'{db_id}.sqlite'}")
-            continue
-        if not schemas[db_id]:
-            problems.append(f"{task['id']}: database {db_id} is unreadable or has no table")
-            continue
-        query = task["query"] if task["bird"] else normalise_query(task["query"], keep_distinct=False)
-        failed = [f"{path.name}: {gold.error}" for path in files[db_id] if (gold := reference_result(str(path), query)).kind != "ok"]
-        if failed:
-            problems.append(f"{task['id']}: reference query fails on {failed[0]}: {task['query']}")
-            continue
-        fields = {name: value for name, value in task.items() if name != "bird"}
-        paths = [str(path) for path in files[db_id]]
-        result.append({**fields, "database": paths[0], "databases": paths, "schema": schemas[db_id], "system": SYSTEM_PROMPT})
+        elif not schemas[db_id]:
+            problems.append(f"{task['id']}: {files[db_id][0]}: {broken.get(db_id, 'no table inside')}")
+        else:
+            readable.append(task)
+    failing = _failing_references(folder, readable, files)
+    problems += [f"{task['id']}: reference query fails on {failing[task['id']]}: {task['query']}" for task in readable if task["id"] in failing]
+    result = []
+    for task in readable:
+        if task["id"] not in failing:
+            fields = {name: value for name, value in task.items() if name != "bird"}
+            paths = [str(path) for path in files[task["db_id"]]]
+            result.append({**fields, "database": paths[0], "databases": paths, "schema": schemas[task["db_id"]], "system": SYSTEM_PROMPT})
     return result
 
 
