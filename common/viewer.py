@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import itertools
 import math
 import os
 from collections.abc import Sequence
@@ -84,6 +85,10 @@ def check_episode(episode: dict[str, Any], index: int) -> dict[str, Any]:
             raise ViewerError(f"{name}, turn {turn.get('name')!r}: tokens {turn['start']} to {turn['end']} do not lie in 0 to {len(tokens)}")
         value = number(turn.get("value"), f"{name}, turn {turn.get('name')!r}, value")
         turns.append({"name": str(turn.get("name", "")), "start": turn["start"], "end": turn["end"], "value": value})
+    turns.sort(key=lambda turn: turn["start"])
+    for before, turn in itertools.pairwise(turns):
+        if turn["start"] < before["end"]:
+            raise ViewerError(f"{name}, turn {turn['name']!r} begins at token {turn['start']}, inside {before['name']!r}, which ends before {before['end']}")
     masked = episode.get("masked")
     if masked is not None and len(masked) != len(tokens):
         raise ViewerError(f"{name}: masked has {len(masked)} entries for {len(tokens)} tokens")
@@ -98,7 +103,7 @@ def check_episode(episode: dict[str, Any], index: int) -> dict[str, Any]:
         "facts": facts,
         "tokens": list(tokens),
         "strips": strips,
-        "turns": sorted(turns, key=lambda turn: turn["start"]),
+        "turns": turns,
         "masked": [int(bool(flag)) for flag in masked] if masked is not None else None,
         "notes": [str(note) for note in episode.get("notes") or ()],
     }
@@ -143,6 +148,9 @@ def write_credit_html(
         title=title, subtitle=subtitle, legend=list(legend), data=data, style=style, script=script, script_hash=script_hash
     )
     temporary = Path(path).with_name(f".{Path(path).name}.writing")
-    temporary.write_text(text, encoding="utf-8", errors="replace")  # titles may hold lone surrogates
-    os.replace(temporary, path)
+    try:
+        temporary.write_text(text, encoding="utf-8", errors="replace")  # titles may hold lone surrogates
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
     return Path(path)

@@ -53,7 +53,8 @@ const inkOn = (c) => {
     v /= 255;
     return v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4;
   });
-  return 0.2126 * l[0] + 0.7152 * l[1] + 0.0722 * l[2] > 0.19 ? "#14171b" : "#ffffff";
+  const luminance = 0.2126 * l[0] + 0.7152 * l[1] + 0.0722 * l[2];
+  return luminance > 0.3 ? "#14171b" : luminance > 0.179 ? "#000000" : "#ffffff"; // contrast at least 4.5 on any colour
 };
 function paint(node, value, scale, domain, masked) {
   const c = masked ? null : colour(value, scale, domain);
