@@ -165,6 +165,12 @@ def named_full_tensors(source: torch.nn.Module | Iterable[tuple[str, torch.Tenso
         yield name, (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach()
 
 
+def _check_fits(name: str, tensor: torch.Tensor, shapes: dict[str, torch.Size]) -> None:
+    if shapes.get(name) != tensor.shape:
+        here = tuple(shapes[name]) if name in shapes else "no parameter of that name"
+        raise EngineError(f"sync: {name} {tuple(tensor.shape)} does not fit the engine's model ({here})")
+
+
 @contextmanager
 def _evaluating(model: torch.nn.Module):
     """eval() inside; afterwards each submodule gets back the mode it had."""
@@ -404,12 +410,11 @@ class TorchEngine(Engine):
         if source is not self.model:
             self.weights_invalid = "the last sync failed; sync again"
             own = dict(self.model.named_parameters(remove_duplicate=False))
-            missing = set(dict(self.model.named_parameters()))
+            shapes = {name: parameter.shape for name, parameter in own.items()}
+            missing = {name for name, _ in self.model.named_parameters()}
             with torch.no_grad():
                 for name, tensor in named_full_tensors(source):
-                    if name not in own or own[name].shape != tensor.shape:
-                        here = tuple(own[name].shape) if name in own else "no such parameter"
-                        raise EngineError(f"sync: {name} {tuple(tensor.shape)} does not fit the engine's model ({here})")
+                    _check_fits(name, tensor, shapes)
                     own[name].copy_(tensor)
                     missing.discard(name)
             if missing:
@@ -654,7 +659,8 @@ class VLLMEngine(Engine):
         self.cache_resets = 0
         self.probe_gap = math.nan  # of the last sync
         self.forward_tokens = 0
-        self.parameter_names = {name for name, _ in model.named_parameters()}  # every sync must bring all of them
+        self.shapes = {name: parameter.shape for name, parameter in model.named_parameters(remove_duplicate=False)}
+        self.needed = {name for name, _ in model.named_parameters()}  # every sync must bring all of these; tied duplicates may be left out
         self._push(model)
 
     def sync(self, source: torch.nn.Module | Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -671,10 +677,11 @@ class VLLMEngine(Engine):
         if isinstance(source, torch.nn.parallel.DistributedDataParallel):
             source = source.module
         self.weights_invalid = "the last sync failed; sync again"
-        missing = set(self.parameter_names)
+        missing = set(self.needed)
 
         def weights():
             for name, tensor in named_full_tensors(source):
+                _check_fits(name, tensor, self.shapes)  # before vLLM sees it: a wrong tensor would poison its next reload too
                 missing.discard(name)
                 yield name, tensor
 
@@ -835,6 +842,7 @@ def _make_vllm(
     else:
         # A prompt computed in pieces makes vLLM rewind its seeded generator, which a CPU generator cannot do ("CPU Generator does not use offset").
         options |= {"enforce_eager": True, "enable_chunked_prefill": False, "max_num_batched_tokens": max(max_model_len or 0, 8192)}
+        options["block_size"] = 32  # the CPU default of 128 tokens would leave short prompts out of the prefix cache, which holds whole blocks only
         kv_cache_memory_bytes = kv_cache_memory_bytes or 2**30
     if kv_cache_memory_bytes:
         options["kv_cache_memory_bytes"] = kv_cache_memory_bytes
