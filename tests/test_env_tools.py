@@ -29,7 +29,7 @@ def play(task, text):
     env.reset(task)
     observation, reward, terminated, truncated, info = env.step(text)
     assert (observation, terminated, truncated) == ("", True, False)
-    assert reward == sum(info["rewards"].values()) / 2 and info["success"] == info["rewards"]["call"]
+    assert reward == sum(info["rewards"].values()) and info["success"] == info["rewards"]["call"]
     return info
 
 

@@ -297,7 +297,7 @@ def reference_calls(answers: list[dict[str, Any]], functions: list[dict[str, Any
 
 
 class ToolsEnv:
-    """One-step episodes. ``step`` returns the mean of the two rewards; ``info`` holds both, the verifier texts and ``success`` (the call reward)."""
+    """One-step episodes. ``step`` returns the sum of the two rewards; ``info`` holds both, the verifier texts and ``success`` (the call reward)."""
 
     def __init__(self) -> None:
         self.task: dict[str, Any] | None = None
@@ -319,7 +319,7 @@ class ToolsEnv:
             "rewards": rewards,
             "verifier_text": {"format": FORMAT_TEXT, "call": render_calls(reference_calls(task["answers"], task["functions"]))},
         }
-        return "", sum(rewards.values()) / 2, True, False, info
+        return "", sum(rewards.values()), True, False, info
 
     def oracle_action(self) -> str:
         """A response with both rewards 1 (for live_relevance, where any call will do, of the first function without arguments)."""
