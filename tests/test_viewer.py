@@ -248,6 +248,7 @@ class Browser:
         self.session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log"):
             self.call(f"{domain}.enable")
+        self.call("Page.setLifecycleEventsEnabled", enabled=True)
 
     def read(self):
         while b"\0" not in self.buffer:
@@ -269,13 +270,17 @@ class Browser:
                 return answer["result"]
             self.events.append(answer)
 
-    def open(self, path, **where):
-        self.events = []
-        self.call("Page.navigate", url="about:blank")
-        self.events = []
-        self.call("Page.navigate", url=f"file://{path}#{urllib.parse.urlencode(where)}")
-        while not any(event.get("method") == "Page.loadEventFired" for event in self.events):
+    def navigate(self, url):
+        """Returns when this very document is loaded (a load event of the page before may still be on its way)."""
+        loader = self.call("Page.navigate", url=url)["loaderId"]
+        wanted = {"loaderId": loader, "name": "load"}
+        while not any(e.get("method") == "Page.lifecycleEvent" and wanted.items() <= e["params"].items() for e in self.events):
             self.events.append(self.read())
+
+    def open(self, path, **where):
+        self.navigate("about:blank")  # the same file with another hash would not be loaded again
+        self.events = []
+        self.navigate(f"file://{path}#{urllib.parse.urlencode(where)}")
 
     def js(self, expression):
         answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
@@ -465,6 +470,7 @@ def test_browser_long_episodes_and_none(browser, tmp_path):
     assert browser.complaints() == []
     assert browser.js("document.querySelectorAll('article').length") == 8 and browser.js("document.querySelectorAll('nav button').length") == 50
     assert browser.js("document.querySelectorAll('article [data-i]').length") == 8 * 1200 * 4
+    assert browser.js("[...document.querySelectorAll('.grid')].every(g => g.scrollWidth <= g.clientWidth)")  # lines fit the width of their card
     empty = write_credit_html(tmp_path / "none.html", [], "Credit")
     browser.open(empty)
     browser.key("ArrowRight")

@@ -286,9 +286,10 @@ function card(episode, parent) {
   const [bars, jobs] = overview(episode);
   box.append(bars);
   parent.append(box);
-  const width = box.clientWidth - 34;
-  box.append(state.view === "text" ? textBody(episode) : gridBody(episode, width, state.view === "numbers"));
-  for (const job of jobs) job();
+  return () => {
+    box.append(state.view === "text" ? textBody(episode) : gridBody(episode, box.clientWidth - 34, state.view === "numbers"));
+    for (const job of jobs) job();
+  };
 }
 const members = () => (state.scope === "one" ? [episodes[state.at]] : episodes.filter((e) => e.group === episodes[state.at].group));
 function scales() {
@@ -422,7 +423,7 @@ function draw() {
   box.className = state.scope === "group" ? "group" : "";
   box.replaceChildren();
   scales();
-  for (const episode of shown) card(episode, box);
+  for (const body of shown.map((episode) => card(episode, box))) body(); // bodies need the width that a card has among the others
   thumbs();
   history.replaceState(null, "", "#" + new URLSearchParams({ e: episodes[state.at].id, v: state.view, s: state.scope, t: state.theme }));
 }
