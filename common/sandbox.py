@@ -178,6 +178,24 @@ def _give(folder: Path, uid: int, gid: int) -> None:
             os.lchown(os.path.join(place, name), uid, gid)
 
 
+def _remove_tree(root: str) -> None:
+    """Removes a hostile tree. Its folders may be closed by their modes, and deeper than shutil.rmtree can recurse or a path can be long: each is moved up."""
+    flat = tempfile.mkdtemp(prefix="box-")
+    waiting, moved = [root], itertools.count()
+    while waiting:
+        place = waiting.pop()
+        with os.scandir(place) as entries:
+            for entry in list(entries):
+                if entry.is_dir(follow_symlinks=False):
+                    os.chmod(entry.path, 0o700)
+                    waiting.append(os.path.join(flat, str(next(moved))))
+                    os.rename(entry.path, waiting[-1])
+                else:
+                    os.unlink(entry.path)
+        os.rmdir(place)
+    os.rmdir(flat)
+
+
 @contextlib.contextmanager
 def _work_folder(folder: Path | None, files: Mapping[str, str | bytes], uid: int | None) -> Iterator[Path]:
     """The caller's folder or a temporary one, filled, and owned by ``uid`` while the program runs."""
@@ -196,11 +214,8 @@ def _work_folder(folder: Path | None, files: Mapping[str, str | bytes], uid: int
             if uid is not None and made is None:
                 _give(place, owner.st_uid, owner.st_gid)
     finally:
-        try:
-            if made is not None:
-                shutil.rmtree(made)
-        except (OSError, RecursionError):  # a hostile tree: deeper than Python's stack, or closed by its modes
-            subprocess.run(["rm", "-rf", "--", made], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
+        if made is not None:
+            _remove_tree(made)
 
 
 def run_process(
