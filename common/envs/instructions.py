@@ -94,7 +94,7 @@ KINDS: dict[str, Kind] = {
     "phrase": Kind("use the phrase: {phrase}", lambda t, k: re.search(rf"\b{k['phrase']}\b", " ".join(t.lower().split())) is not None),
     "capital": Kind("write in capitals: {word}", lambda t, k: k["word"] in re.findall(r"\w+", t)),
     "number": Kind("use the number: {number}", lambda t, k: str(k["number"]) in _words(t)),
-    "twice": Kind("say a word twice in a row", lambda t, k: any(a == b for a, b in itertools.pairwise(_words(t)))),
+    "twice": Kind("say a word twice in a row", lambda t, k: any(a == b and a.isalnum() for a, b in itertools.pairwise(t.lower().split()))),
     "greet": Kind("say hello to: {name}", lambda t, k: _has_phrase(t, f"hello {k['name']}")),
     "by": Kind("name the writer: by {name}", lambda t, k: _has_phrase(t, f"by {k['name']}")),
     # begin and end
@@ -656,7 +656,7 @@ def regions(text: str) -> list[tuple[str, int, int]]:
     lines = list(re.compile(r"\S[^\n]*").finditer(text, *inner))
     for index, line in enumerate(lines):
         content = line.group().rstrip()
-        first, last = line.start(), line.start() + len(content)
+        first = line.start()
         if content in ("******", "---", "***"):
             name = "divider"
         elif re.match(r"[-*] |\d{1,9}\. ", content):
@@ -665,13 +665,14 @@ def regions(text: str) -> list[tuple[str, int, int]]:
             name = "title"
         else:
             name = "postscript" if re.match(r"P\.(P\.)?S", content) else "rest"
-        parts = [(name, first, last)]
         words = [(first + word.start(), first + word.end()) for word in re.finditer(r"\S+", content)]
-        if name in ("rest", "postscript") and index == len(lines) - 1 and len(words) > 1:
-            parts = [(name, first, words[-2][1]), ("last_word", *words[-1])]
+        parts = []
         if name == "rest" and index == 0:
-            opening = [("first_word", *words[0])]
-            parts = opening + [("rest", words[1][0], parts[0][2])] * (parts[0][2] > words[0][1]) + parts[1:]
+            parts.append(("first_word", *words.pop(0)))
+        if words:
+            closing = [("last_word", *words.pop())] if name in ("rest", "postscript") and index == len(lines) - 1 else []
+            parts += [(name, words[0][0], words[-1][1])] if words else []
+            parts += closing
         spans += parts
     spans += [("wrap", end - 1, end)] if wrapped else []
     return spans
