@@ -54,8 +54,8 @@ def _has_phrase(text: str, phrase: str) -> bool:
 
 
 def count_marks(text: str) -> int:
-    """Sentences of an embedded task: runs of ``.!?`` before a space, a closing mark or the end; "P.S." and the numbers of a list do not count."""
-    return len(re.findall(r"[.!?]++(?=[\s\"}]|$)", re.sub(r"P\.S\.|^[ \t]*+\d++\.", "", text, flags=re.MULTILINE)))
+    """Sentences of an embedded task: a mark ``.!?`` before a space, a closing mark or the end; "P.S." and the numbers of a list do not count."""
+    return len(re.findall(r"[.!?](?=[\s\"}]|$)", re.sub(r"P\.S\.|^[ \t]*+\d++\.", "", text, flags=re.MULTILINE)))
 
 
 def _before(text: str, first: str, second: str) -> bool:
