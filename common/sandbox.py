@@ -594,7 +594,7 @@ def _as_text(value: Any) -> str:
     if isinstance(value, bytes):
         return value.decode(errors="ignore")
     if isinstance(value, float):
-        text = f"{value:.15g}"
+        text = f"{value + 0.0:.15g}"  # the sum turns -0.0 into 0.0
         mantissa, e, exponent = text.partition("e")
         return text if "." in mantissa or mantissa.lstrip("-") in ("inf", "nan") else f"{mantissa}.0{e}{exponent}"
     return str(value)
