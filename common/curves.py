@@ -281,11 +281,14 @@ def draw_curves(folders: Sequence[str | os.PathLike[str]], out: str | os.PathLik
 
 
 def choose_plots(groups: dict[str, list[tuple[Path, list[dict[str, Any]]]]], overlay: bool) -> list[tuple[Panel, list[str]]]:
-    """(panel, its metric keys) for every panel that has data, the run's own panels (figure.json) last. In an overlay every key gets its own plot."""
+    """(panel, its metric keys) for every panel that has data, the run's own (figure.json) after the usual ones. In an overlay every key gets its own plot."""
     members = [member for group in groups.values() for member in group]
     keys = {key for _, records in members for record in records for key, value in record.items() if isinstance(value, (int, float))}
-    own = members[0][0] / "figure.json"
-    panels = [HEADLINE, *PANELS, *[Panel(**{**one, "keys": tuple(one["keys"])}) for one in (json.loads(own.read_text()) if own.exists() else [])]]
+    file = members[0][0] / "figure.json"
+    own = [Panel(**{**one, "keys": tuple(one["keys"])}) for one in (json.loads(file.read_text()) if file.exists() else [])]
+    usual = [HEADLINE, *PANELS]
+    replaced = {panel.keys: panel for panel in own}  # a run's own panel of the same keys stands in the usual one's place
+    panels = [replaced.get(panel.keys, panel) for panel in usual] + [panel for panel in own if panel.keys not in {one.keys for one in usual}]
     plots = []
     for panel in panels:
         found = matching(sorted(keys), panel.keys)

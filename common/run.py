@@ -7,9 +7,10 @@
         with run.timer("rollout"):
             ...
         run.log({"losses/policy_loss": loss}, step=update)    # step: number of updates done
-        if update % args.save_every == 0 or run.should_stop():
+        stop = run.should_stop()                              # asked once an update: a signal in between must not skip the checkpoint
+        if stop or update % args.save_every == 0 or update == args.num_updates:
             run.save_checkpoint(update, {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "cursor": cursor})
-        if run.should_stop():
+        if stop:
             break
     run.finish()
     sys.exit(run.exit_code)                                   # 0, or 130 / 143 after Ctrl-C / SIGTERM

@@ -555,6 +555,54 @@ def test_forked_worker_dies_of_sigterm_and_ignores_ctrl_c():
     r.close()
 
 
+def loop(args, said):
+    """A flat main loop; writes the update of every checkpoint to the pipe ``said``."""
+    r = Run(args, "loop", total_updates=args.num_updates, key_metrics=[])
+    random.seed(1)
+    first = r.load_checkpoint()[0] if args.resume else 0
+    for update in range(first + 1, args.num_updates + 1):
+        r.log({"x": random.random()}, update)
+        r.episode({"y": update}, update)
+        stop = r.should_stop()
+        if stop or update % 10 == 0 or update == args.num_updates:
+            r.save_checkpoint(update, {})
+            os.write(said, b"%d\n" % update)
+        if stop:
+            break
+    r.close()
+    return r.exit_code
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_real_process_stopped_anywhere_continues_bit_for_bit(number):
+    ours, theirs = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os._exit(loop(Args(out="x", num_updates=10**6), theirs))
+        finally:
+            os._exit(99)
+    os.close(theirs)
+    said = b""
+    while said.count(b"\n") < 3:
+        said += os.read(ours, 100)
+    os.kill(child, number)
+    while piece := os.read(ours, 1000):
+        said += piece
+    status = os.waitpid(child, 0)[1]
+    if number == signal.SIGKILL:
+        assert os.WTERMSIG(status) == number
+    else:
+        assert os.WEXITSTATUS(status) == 128 + number
+        latest = int(Path("x/checkpoints/latest").read_text())
+        assert read_jsonl(Path("x/metrics.jsonl"))[-1]["step"] == latest == int(said.split()[-1])  # nothing done is lost
+    end = run.checkpoint_order(run.checkpoint_folders(Path("x"))[0])[0] + 15
+    assert loop(Args(resume="x", num_updates=end), os.open(os.devnull, os.O_WRONLY)) == 0
+    generator = random.Random(1)
+    assert read_jsonl(Path("x/metrics.jsonl")) == [{"step": u, "x": generator.random()} for u in range(1, end + 1)]
+    assert read_jsonl(Path("x/episodes.jsonl")) == [{"y": u, "step": u} for u in range(1, end + 1)]
+
+
 # ---- full disk
 
 
@@ -665,7 +713,7 @@ def test_reduce_is_a_mean_over_everything_counted():
 @given(st.lists(st.lists(st.floats(-100, 100), max_size=4), min_size=1, max_size=4))
 @settings(max_examples=60, deadline=None)
 def test_reduce_over_ranks_equals_the_pooled_value(ranks):
-    tables = [{"m": (math.fsum(values), len(values)), "m_max": (max(values, default=0.0), len(values))} for values in ranks]
+    tables = [{"m": (math.fsum(values) if values else math.nan, len(values)), "m_max": (max(values, default=0.0), len(values))} for values in ranks]
     partial = [[], [], []]
     for table in tables:  # first pass: what each rank contributes to each of the three reductions
 
@@ -880,6 +928,7 @@ def test_curves_of_one_run(monkeypatch, capsys):
     r.finish(
         [
             Panel("Replayed response-reward pairs", ("mrtpo/replayed_frac",), "share"),
+            Panel("Rewards", ("reward/*",)),
             Panel("A title that is far too long to stand in one small plot of the picture", ("mrtpo/local*",)),
         ]
     )
@@ -891,7 +940,7 @@ def test_curves_of_one_run(monkeypatch, capsys):
     assert next(iter(shown)) == "Evaluation: success rate" and figure.axes[0].bbox.width > 1.8 * figure.axes[1].bbox.width
     assert len(shown) == 13 and shown["Evaluation: success rate"]._right_title.get_text() == "1"
     assert [t.get_text() for t in shown["Time by phase"].get_legend().get_texts()] == ["rollout 50%", "sync 25%", "train 25%"]
-    assert shown["Engine-trainer gap"].get_yscale() == "log" and len(shown["Rewards by verifier"].lines) == 26
+    assert shown["Engine-trainer gap"].get_yscale() == "log" and len(shown["Rewards"].lines) == 26
     no_overlap(figure)
 
 
