@@ -65,6 +65,7 @@ FAMILIES = {
     "sql": "common.envs.sql",
     "instructions": "common.envs.instructions",
     "tools": "common.envs.tools",
+    "reasoning": "common.envs.adapters",
 }
 
 
