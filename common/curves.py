@@ -31,13 +31,14 @@ def run_folder_of(path: str | os.PathLike[str]) -> Path:
     return path.parent.parent if path.parent.name == "checkpoints" else path
 
 
-def read_args(folder: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """args.json or environment.json of a run folder."""
     try:
-        return json.loads((folder / "args.json").read_text())
-    except FileNotFoundError:
-        raise RunError(f"{folder} is no run folder: it has no args.json") from None
+        return json.loads(path.read_text())
+    except (FileNotFoundError, NotADirectoryError):
+        raise RunError(f"{path.parent} is no run folder: it has no {path.name}") from None
     except json.JSONDecodeError as error:
-        raise RunError(f"{folder / 'args.json'} line {error.lineno}: not valid JSON ({error.msg}); restore the file or start a new run") from None
+        raise RunError(f"{path} line {error.lineno}: not valid JSON ({error.msg}); restore the file or start a new run") from None
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
@@ -167,8 +168,8 @@ def load_runs(folders: Sequence[str | os.PathLike[str]], group_by: Sequence[str]
     paths = [run_folder_of(folder) for folder in folders]
     arguments = []
     for path in paths:
-        environment = json.loads((path / "environment.json").read_text()) if (path / "environment.json").exists() else {}
-        arguments.append({"script": environment.get("script", "")} | (read_args(path) if len(paths) > 1 or group_by else {}))
+        environment = read_json(path / "environment.json") if (path / "environment.json").exists() else {}
+        arguments.append({"script": environment.get("script", "")} | (read_json(path / "args.json") if len(paths) > 1 or group_by else {}))
     unknown = [name for name in group_by if not any(name in one for one in arguments)]
     if unknown:
         raise RunError(f"--group-by {' '.join(unknown)}: no run has such an argument; there are {', '.join(sorted(arguments[0]))}")

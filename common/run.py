@@ -50,7 +50,7 @@ import psutil
 import torch
 from tqdm import tqdm
 
-from common.curves import MAY_CHANGE, Panel, RunError, draw_curves, end_table, main, read_args, read_jsonl, run_folder_of, short_names
+from common.curves import MAY_CHANGE, Panel, RunError, draw_curves, end_table, main, read_json, read_jsonl, run_folder_of, short_names
 
 FORMAT = 1  # of a checkpoint folder; raised when an older reader could not continue from it
 REDACTED = "<redacted>"
@@ -131,7 +131,7 @@ def parse_args(cls: type[T], argv: Sequence[str] | None = None) -> T:
             resume = word.partition("=")[2]
     if not resume:
         return tyro.cli(cls, args=argv)
-    saved = read_args(run_folder_of(resume))
+    saved = read_json(run_folder_of(resume) / "args.json")
     default, kept = cls(), {}
     for field in dataclasses.fields(cls):
         if field.name in saved and saved[field.name] != REDACTED and field.name not in ("resume", "out"):
@@ -554,13 +554,17 @@ class Run:
     # ---- folder
 
     def on_main(self, work: Callable[[], Any]) -> Any:
-        """Runs ``work`` on the main rank and hands its result, or its RunError, to every rank, so that no rank waits for one that failed."""
+        """Runs ``work`` on the main rank and hands its result, or its RunError, to every rank, so that none waits for one that failed. Full disk: RunError."""
         result, failure = None, None
         if self.is_main:
             try:
                 result = work()
             except RunError as error:
                 failure = str(error)
+            except OSError as error:
+                if error.errno not in FULL:
+                    raise
+                failure = f"{error}. Free space there and start the same command again; nothing of an earlier run is lost"
         result, failure = self.broadcast((result, failure))
         if failure is not None:
             raise RunError(failure)
@@ -569,8 +573,8 @@ class Run:
     def prepare_folder(self) -> str:
         if self.resume_from:
             folder = run_folder_of(self.resume_from)
-            record = read_args(folder)
-            environment = json.loads((folder / "environment.json").read_text())
+            record = read_json(folder / "args.json")
+            environment = read_json(folder / "environment.json")
             if environment["script"] != self.script:
                 raise RunError(f"--resume {folder}: the run belongs to {environment['script']}.py, not {self.script}.py")
             changed = compare_args(record, self.args, self.may_change)

@@ -72,7 +72,8 @@ def test_folder_name_and_contents(monkeypatch):
     assert {p.name for p in first.folder.iterdir()} == {"args.json", "environment.json", "metrics.jsonl", "episodes.jsonl", "checkpoints", ".lock"}
     environment = json.loads((first.folder / "environment.json").read_text())
     assert environment["script"] == "mrtpo" and environment["sessions"][0]["versions"]["torch"] == torch.__version__
-    assert re.fullmatch("[0-9a-f]{40}", environment["sessions"][0]["git"]["commit"])
+    commit = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+    assert environment["sessions"][0]["git"].get("commit", "") == commit  # both empty where there is no git
     first.close(), second.close()
 
 
@@ -467,6 +468,32 @@ def test_resume_refuses_arguments_that_change_the_result():
         Run(Args(resume="x"), "sero", total_updates=4, key_metrics=[])
     assert {p: p.read_bytes() for p in Path("x").rglob("*") if p.is_file()} == before  # a refused resume changes nothing
     assert train(Args(resume="x", num_updates=99, judge_api_key="other"), 4).step == 4
+
+
+def test_resume_of_a_folder_that_is_none_or_hurt():
+    with pytest.raises(RunError, match=r"nowhere is no run folder: it has no args\.json"):
+        make(Args(resume="nowhere"))
+    train(Args(out="x"), 2)
+    Path("x/environment.json").write_text('{"script": "mrtpo",\n oops')
+    with pytest.raises(RunError, match=r"x/environment\.json line 2: not valid JSON .*restore the file or start a new run"):
+        make(Args(resume="x"))
+    Path("x/environment.json").unlink()
+    with pytest.raises(RunError, match=r"it has no environment\.json"):
+        make(Args(resume="x"))
+
+
+def test_full_disk_at_resume_loses_nothing(monkeypatch):
+    train(Args(out="x"), 3)
+    before = {p: p.read_bytes() for p in Path("x").rglob("*") if p.is_file() and p.name != ".lock"}
+
+    def full(*args, **options):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "x/args.json")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(RunError, match=r"No space left on device: 'x/args\.json'\. Free space there and start the same command again"):
+            make(Args(resume="x"))
+    assert {p: p.read_bytes() for p in Path("x").rglob("*") if p.is_file() and p.name != ".lock"} == before
 
 
 def test_a_resumed_run_must_load_first():

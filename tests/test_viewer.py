@@ -359,6 +359,7 @@ def test_browser_aligned_view_repeats_strip_names_and_shows_values(browser, tmp_
     path = write_credit_html(tmp_path / "credit.html", [sql_episode(tokens=TOKENS * 8)], "Credit")
     browser.open(path, v="numbers")
     assert browser.complaints() == []
+    assert browser.js("(g => g.scrollWidth <= g.clientWidth)(document.querySelector('.grid'))")
     lines = browser.js("[...document.querySelectorAll('.grid table')].map(t => [...t.rows].map(r => [r.cells[0].textContent, r.cells.length]))")
     assert len(lines) > 8 and all([row[0] for row in line[1:]] == ["format", "executes", "matches"] for line in lines)
     assert all(len({row[1] for row in line}) == 1 for line in lines)
