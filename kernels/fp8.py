@@ -8,8 +8,8 @@ values into NaN on one machine and saturates on another; KV multiplies by the re
 blocks are as large as what is left.
 
 Formats: fp8_e4m3 (E4M3fn, max 448), fp8_e5m2 (max 57344), int8 (+-127), int4 (+-7, one code per int8). The floor 1e-12 and the symmetric integer ranges
-are deduced. NaN and infinity raise on a CPU; on a GPU, where looking would stop the queue at every layer, a NaN stays NaN and an infinity makes its block
-NaN (integer codes cannot say so, dequantised values and FP8 codes do); `check=True` raises there too.
+are deduced. NaN and infinity raise on a CPU; on a GPU, where looking would stop the queue at every layer, they make the scale of their block NaN or
+infinite and its dequantised values NaN (a static scale keeps NaN where it is and clamps infinity); `check=True` raises there too.
 """
 
 import importlib.util
@@ -83,10 +83,15 @@ if _TRITON:
         if STATIC:
             s = tl.full([ROWS, 1], static, tl.float32)
         else:
-            amax = tl.max(tl.abs(v), 1, keep_dims=True)
+            top = tl.max(v.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1, keep_dims=True)  # of the bits: a float maximum would skip NaN
             if not PER_ROW:
-                amax = tl.zeros([ROWS, 1], tl.float32) + tl.max(amax, 0, keep_dims=True)
-            s = tl.maximum(tl.div_rn(amax, MAX), 1e-6) if KV else tl.div_rn(tl.maximum(amax, 1e-12), MAX)
+                top = tl.zeros([ROWS, 1], tl.int32) + tl.max(top, 0, keep_dims=True)
+            amax = top.to(tl.float32, bitcast=True)
+            if KV:
+                s = tl.div_rn(amax, MAX)
+                s = tl.where(s < 1e-6, 1e-6, s)
+            else:
+                s = tl.div_rn(tl.where(amax < 1e-12, 1e-12, amax), MAX)
         y = v * tl.div_rn(1.0, s) if KV and not STATIC else tl.div_rn(v, s + tl.zeros_like(v))
         y = tl.where(y > MAX, MAX, tl.where(y < -MAX, -MAX, y))
         # To nearest even on a grid of spacing 2^(exponent - MANTISSA): adding 1.5 * 2^23 spacings drops the bits below it.
@@ -99,7 +104,7 @@ if _TRITON:
         else:
             r = (y + 12582912.0) - 12582912.0
         if VALUE:
-            tl.store(value + at, r * s, mask=inside)
+            tl.store(value + at, (r * s).to(value.dtype.element_ty), mask=inside)
         if CODE:
             if MANTISSA > 0:
                 magnitude = r.to(tl.int32, bitcast=True) & 0x7FFFFFFF

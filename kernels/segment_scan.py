@@ -4,8 +4,8 @@ Segments: either cu_seqlens, int64 [S + 1] cumulative lengths from 0 to the numb
 are then read row after row), or no cu_seqlens: every row of [B, T], or the whole of [N], is one segment.
 Masked positions (mask False) are skipped: their values and decays are never read into a result, the running value passes over them unchanged and is also
 what stands there in the output. This is the "skip" form of GAE over observation tokens and padding.
-Results are float32 (float64 for float64 values); a float32 accumulator is never carried from one block to the next: sums run in float64 on a CPU, and in
-Triton in float32 inside a block with a float64 carry between blocks. Nothing is computed by subtracting prefix sums, so small values beside 1e8 survive.
+Results are float32 (float64 for float64 values); every backend accumulates in float64, which costs nothing where memory is the limit, so a result is the
+exact one rounded once, whatever the length. Nothing is computed by subtracting prefix sums, so small values beside 1e8 survive.
 """
 
 import functools
@@ -107,7 +107,6 @@ if _TRITON:
         ROWS: tl.constexpr,
         BLOCK: tl.constexpr,
     ):
-        dtype = out.dtype.element_ty
         row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
         start = tl.maximum(tl.load(cu + row, mask=row < S, other=0), 0)
         end = tl.minimum(tl.load(cu + row + 1, mask=row < S, other=0), N)  # wrong offsets must not leave the array
@@ -121,29 +120,27 @@ if _TRITON:
             j = base + lane[None, :].to(tl.int64)
             inside = j < length[:, None]
             at = first[:, None] + j * step
-            v = tl.load(values + at, mask=inside, other=0).to(dtype)
+            v = tl.load(values + at, mask=inside, other=0).to(tl.float64)
             if HAS_MASK and MASK_VALUES:
                 v = tl.where(tl.load(mask + at, mask=inside, other=0) != 0, v, 0)
             if DECAY == 0:
                 x = tl.cumsum(v, 1)
-                result = x + carry[:, None].to(dtype)
-                carry += tl.sum(tl.where(lane[None, :] == BLOCK - 1, x, 0), 1).to(tl.float64)
+                result = x + carry[:, None]
             else:
                 # position whose decay multiplies the carry that arrives here
                 at_d = at - step if ORDER == 2 else at
                 inside_d = inside & (j > 0) if ORDER == 2 else inside
-                d = tl.load(decay + (at_d if DECAY == 2 else at_d * 0), mask=inside_d, other=1).to(dtype)
+                d = tl.load(decay + (at_d if DECAY == 2 else at_d * 0), mask=inside_d, other=1).to(tl.float64)
                 if HAS_MASK:
                     d = tl.where(tl.load(mask + at_d, mask=inside_d, other=0) != 0, d, 1)
                 product, x = tl.associative_scan((d, v), 1, _then)
-                result = x + product * carry[:, None].to(dtype)
-                is_last = lane[None, :] == BLOCK - 1
-                carry = tl.sum(tl.where(is_last, x, 0), 1).to(tl.float64) + tl.sum(tl.where(is_last, product, 0), 1).to(tl.float64) * carry
+                result = x + product * carry[:, None]
+            carry = tl.sum(tl.where(lane[None, :] == BLOCK - 1, result, 0), 1)
             if ORDER == 1:
-                tl.store(out + at + step, result, mask=inside & (j + 1 < length[:, None]))
-                tl.store(out + at, tl.zeros([ROWS, BLOCK], dtype), mask=inside & (j == 0))
+                tl.store(out + at + step, result.to(out.dtype.element_ty), mask=inside & (j + 1 < length[:, None]))
+                tl.store(out + at, tl.zeros([ROWS, BLOCK], out.dtype.element_ty), mask=inside & (j == 0))
             else:
-                tl.store(out + at, result, mask=inside)
+                tl.store(out + at, result.to(out.dtype.element_ty), mask=inside)
 
     @triton.jit(do_not_specialize=["S", "N"])
     def segment_stats_fwd_kernel(values, cu, mask, count, mean, second, ess, largest, S, N, HAS_MASK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
@@ -291,6 +288,8 @@ def _scan_torch(values, decay, cu, mask, mask_values, reverse, order):
     """Without numba or Triton, in float64: groups of segments padded to [rows, longest] in scan order; with a decay, log2(longest) doubling steps."""
     out = torch.empty(values.shape, dtype=torch.promote_types(values.dtype, torch.float32), device=values.device)
     for lo, hi, longest in _groups(cu, 2**16 if values.device.type == "cpu" else 2**24):
+        if longest == 0:
+            continue
         j = torch.arange(longest, device=values.device)
         inside = j < (cu[lo + 1 : hi + 1] - cu[lo:hi])[:, None]
         at = torch.where(inside, cu[lo + 1 : hi + 1, None] - 1 - j if reverse else cu[lo:hi, None] + j, 0)
