@@ -241,7 +241,8 @@ class Browser:
         theirs, self.out = os.pipe()
         self.inn, ours = os.pipe()
         command = f"exec chromium {FLAGS} --user-data-dir={profile} --window-size=1300,900 --remote-debugging-pipe about:blank 3<&{theirs} 4>&{ours}"
-        self.process = subprocess.Popen(["bash", "-c", command], pass_fds=(theirs, ours), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        environment = os.environ | {"TMPDIR": str(profile)}  # what a killed browser leaves behind goes with the profile
+        self.process = subprocess.Popen(["bash", "-c", command], pass_fds=(theirs, ours), env=environment, stdout=-3, stderr=-3)
         os.close(theirs), os.close(ours)
         self.buffer, self.count, self.session, self.events = b"", 0, None, []
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
