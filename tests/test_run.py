@@ -299,6 +299,10 @@ def test_checkpoint_is_read_by_the_safe_loader_and_keeps_everything():
     r.close()
 
 
+class Sharded(torch.Tensor):
+    """Stands for DTensor: a tensor that holds only this rank's part."""
+
+
 @pytest.mark.parametrize(
     ("state", "message"),
     [
@@ -306,6 +310,7 @@ def test_checkpoint_is_read_by_the_safe_loader_and_keeps_everything():
         ({"a": np.zeros(2)}, r"state\['a'\] is a ndarray"),
         ({"a": {(1, 2): 3}}, r"state\['a'\] has the key \(1, 2\)"),
         ({"a": object()}, r"state\['a'\] is a object"),
+        ({"a": torch.zeros(2).as_subclass(Sharded)}, r"state\['a'\] is a Sharded: gather it to a plain tensor"),
         ({"a": collections.defaultdict(int)}, r"state\['a'\] is a defaultdict"),
     ],
 )
