@@ -314,13 +314,14 @@ def test_another_user_gets_the_same_box():
         tempfile.tempdir = "/tmp"
         print(repr(sandbox.isolation_problem()))
         bomb = "i=0; while [ $i -lt 40 ]; do sleep 300 & i=$((i+1)); done; wait"
-        print(sandbox.run_process(["sh", "-c", "id -u; ls -d /home /root /box 2>/dev/null; touch /usr/x; cat /proc/1/environ"], require_isolation=True))
+        look = "id -u; ls -d /home /root /box 2>/dev/null; for f in /usr/x /x /dev/x /etc/x; do touch $f && echo WROTE; done; cat /proc/1/environ"
+        print(sandbox.run_process(["sh", "-c", look], require_isolation=True))
         print("fork" in sandbox.run_process(["sh", "-c", bomb], processes=20, wall_s=2).stderr)
     """
     result = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], cwd=Path(sandbox.__file__).parents[1], capture_output=True, text=True, timeout=120)
     lines = result.stdout.splitlines()
     assert lines and lines[0] == "''", result.stdout + result.stderr
-    assert "stdout='65534\\n/box\\n" in lines[1] and "isolated=True" in lines[1] and "SECRET" not in lines[1] and lines[2] == "True"
+    assert "stdout='65534\\n/box\\n" in lines[1] and "isolated=True" in lines[1] and "WROTE" not in lines[1] and lines[2] == "True"
 
 
 # ---------------------------------------------------------------------------------------------------------------------------------------------------
@@ -509,6 +510,15 @@ def test_hostile_queries(database, query, kind, error):
     assert (result.kind, result.rows) == (kind, None) and error in (result.error or "") and len(result.error or "") <= sandbox.MESSAGE_MAX_CHARS
     assert hashlib.sha256(database.read_bytes()).hexdigest() == before and not Path("/tmp/stolen.sqlite").exists()
     assert run_sql(database, "SELECT count(*) FROM t").rows == [(1001,)]  # the connection is still good
+
+
+def test_only_the_files_own_tables_may_be_read(database):
+    connection = sandbox._connection(str(database))
+    read = {
+        name: connection.authorize(sqlite3.SQLITE_READ, name, "x", "main", None) for name in ("t", "V", "sqlite_master", "dbstat", "sqlite_stmt", "fts5vocab")
+    }
+    assert [name for name, answer in read.items() if answer == sqlite3.SQLITE_OK] == ["t", "V", "sqlite_master"]
+    assert connection.authorize(sqlite3.SQLITE_READ, "n", "", None, None) == sqlite3.SQLITE_OK  # count(*) over an expression
 
 
 LEVELS = 60
