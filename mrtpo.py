@@ -49,7 +49,7 @@ from kernels.js_divergence import js_distance_from_hidden
 class Args:
     # --- run
     env: str = "sql"
-    """task: sql, instructions or tools are generated; sql:FOLDER (Spider/BIRD layout), instructions:FILE (IFEval jsonl), tools:FOLDER (BFCL v4) are real data"""
+    """task: sql, instructions or tools are generated; real data: sql:FOLDER (Spider/BIRD layout), instructions:FILE (IFEval jsonl), tools:FOLDER (BFCL v4)"""
     model: str = "tiny"
     """tiny (built and warm-started on first use), smollm2, a folder or a hub id"""
     engine: Literal["auto", "torch", "vllm"] = "auto"
@@ -612,6 +612,8 @@ def main(args: Args) -> Run:
     if args.groups_per_update % world or args.groups_per_update // world < args.num_minibatches:
         raise ValueError(f"--groups-per-update {args.groups_per_update}: must be a multiple of {world} processes, with --num-minibatches groups or more each")
     engine_kind = ("vllm" if device.type == "cuda" else "torch") if args.engine == "auto" else args.engine
+    if args.rollout_format == "fp8_kv" and engine_kind == "torch":
+        raise ValueError("--rollout-format fp8_kv: the torch engine keeps its cache in the model's precision; use --engine vllm")
     bf16 = args.precision == "bf16" or (args.precision == "auto" and device.type == "cuda")
     amp = (lambda: torch.autocast(device.type, torch.bfloat16)) if bf16 else nullcontext
 
@@ -620,7 +622,7 @@ def main(args: Args) -> Run:
     env = tasks.make_env()
     with processes.main_first():
         demonstrations = (lambda: warm_start_conversations(tasks)) if tasks.demonstrate else None
-        lm, tokenizer, model_path = load_policy(args.model, demonstrations, TinyConfig(), device=device)
+        lm, tokenizer, _ = load_policy(args.model, demonstrations, TinyConfig(), device=device)
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     share = args.share_prompts != "off"
     try:
@@ -647,9 +649,11 @@ def main(args: Args) -> Run:
     # start policy for the KL term and as OPSD's teacher; engine; parallel wrappers; optimizer
     start_policy = Policy(copy.deepcopy(lm)).eval().requires_grad_(False) if args.kl_coef > 0 or args.credit == "opsd" else None
     engine_lm = copy.deepcopy(lm) if args.parallel == "fsdp2" and engine_kind == "torch" else lm
+    only_kv = args.rollout_format == "fp8_kv"
     engine = make_engine(
-        engine_kind, engine_lm, tokenizer, rollout_format=args.rollout_format, max_model_len=context
-    )
+        engine_kind, engine_lm, tokenizer, max_model_len=context,
+        rollout_format="auto" if only_kv else args.rollout_format, kv_cache_dtype="fp8" if only_kv else None,
+    )  # fmt: skip
     bare = Policy(lm)
     policy = processes.wrap(bare, lm.base_model.layers if args.parallel == "fsdp2" else (), args.parallel, bf16)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=args.parallel == "ddp")
@@ -684,6 +688,7 @@ def main(args: Args) -> Run:
             sums[f"eval/reward/{name}"] = (float(np.nansum(values)), float(np.sum(~np.isnan(values))))
         return reduce_metrics(sums)
 
+    engine.weight_version = first_update
     sync_engine()
     if first_update == 0:
         run.log(evaluate(), step=0)
