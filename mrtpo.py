@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import copy
 import random
-import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -141,24 +140,21 @@ def with_blocks(messages: list[dict], blocks: dict[str, str]) -> list[dict]:
 
 
 def warm_start_conversations(tasks: envs.TaskSet, seed: int = 0) -> list[list[dict]]:
-    """Demonstrations for the tiny policy. A third of them show verifier information of a flawed answer (all blocks, or all but
-    one) before the right answer: a policy that never saw such text would be blind to it in the replays."""
+    """Demonstrations for the tiny policy, by the careless expert. A third of them show verifier information (all blocks, or all but
+    one; the answer is then right): a policy that never saw such text would be blind to it in the replays."""
     rng = random.Random(seed)
     env = tasks.make_env()
-    out, donor = [], ""
+    out = []
     for task in tasks.train:
-        *messages, answer = tasks.demonstrate(task, rng)
+        *messages, answer = tasks.careless(task, rng)
         if rng.random() < 1 / 3:
-            words, donor_words = re.split(r"(\s+)", answer["content"]), donor.split() or ["?"]
-            words[rng.randrange(len(words))] = rng.choice(donor_words)
             env.reset(task)
-            blocks = dict(env.step("".join(words))[4].get("verifier_text", {}))
-            if rng.random() < 0.6 and blocks:
+            blocks = dict(env.step(answer["content"])[4]["verifier_text"])  # about the careless answer, as in a replay
+            if rng.random() < 0.6:
                 blocks.pop(rng.choice(list(blocks)))
-            out.append([*with_blocks(messages, blocks), answer])
-        else:
-            out.append([*messages, answer])
-        donor = answer["content"]
+            *messages, answer = tasks.demonstrate(task, rng)
+            messages = with_blocks(messages, blocks)
+        out.append([*messages, answer])
     env.close()
     return out
 
@@ -621,7 +617,7 @@ def main(args: Args) -> Run:
     tasks = envs.load(args.env)
     env = tasks.make_env()
     with processes.main_first():
-        demonstrations = (lambda: warm_start_conversations(tasks)) if tasks.demonstrate else None
+        demonstrations = (lambda: warm_start_conversations(tasks)) if tasks.careless else None
         lm, tokenizer, _ = load_policy(args.model, demonstrations, TinyConfig(), device=device)
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     share = args.share_prompts != "off"

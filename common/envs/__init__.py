@@ -47,6 +47,8 @@ class TaskSet:
 
     ``train`` and ``eval`` hold plain dicts (JSON-serialisable) with a unique ``id``; their order is deterministic.
     ``demonstrate(task, rng)`` returns a whole conversation that solves the task (None for data without a scripted expert).
+    ``careless(task, rng)`` is the same by an expert with habits to unlearn: each of its slips is about as likely as the right choice, so that a policy
+    trained on it fails most tasks and still reaches every right answer when it samples. For warm starts.
     ``regions(text)`` names character spans of a response for localisation reports: ``[(name, start, end), ...]``.
     """
 
@@ -56,6 +58,7 @@ class TaskSet:
     make_env: Callable[[], Env]
     demonstrate: Callable[[dict[str, Any], random.Random], list[Message]] | None = None
     regions: Callable[[str], list[tuple[str, int, int]]] | None = None
+    careless: Callable[[dict[str, Any], random.Random], list[Message]] | None = None
     max_turns: int = 1
     notes: dict[str, Any] = field(default_factory=dict)  # counts worth logging at start (rows read, rows unusable and why)
 

@@ -169,4 +169,4 @@ def load(path: str | None = None, seed: int = 0) -> TaskSet:
     repeated = TRAIN + EVAL - len(questions)
     if not found["train"]:
         raise DataError(f"--env reasoning:{path}: every training question also occurs in validation; this generator has too few questions")
-    return TaskSet(f"reasoning:{path}", found["train"], found["eval"], partial(ReasoningEnv, datasets), None, None, 1, {"questions_repeated": repeated})
+    return TaskSet(f"reasoning:{path}", found["train"], found["eval"], partial(ReasoningEnv, datasets), notes={"questions_repeated": repeated})

@@ -17,6 +17,7 @@ import itertools
 import json
 import random
 import re
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -411,6 +412,13 @@ def demonstrate(task: dict[str, Any], rng: random.Random) -> list[Message]:
     return [*(dict(message) for message in task["messages"]), {"role": "assistant", "content": text}]
 
 
+def careless(task: dict[str, Any], rng: random.Random) -> list[Message]:
+    """Like ``demonstrate``, by an expert who overlooks each constraint with a probability of 0.15 to 0.6 that depends on its type."""
+    seen = [c for c in task["constraints"] if rng.random() > 0.15 + 0.45 * (zlib.crc32(c["id"].encode()) % 97) / 96]
+    *messages, answer = demonstrate({**task, "constraints": seen}, rng)
+    return [*messages, answer]
+
+
 # ---------------------------------------------------------------- IFEval's types
 
 
@@ -469,7 +477,7 @@ def _has_title(text: str) -> bool:
     """A line with ``<<...>>`` around more than brackets and space: from its first ``<<`` to its last ``>>``."""
     for line in text.split("\n"):
         start, end = line.find("<<"), line.rfind(">>")
-        if start >= 0 and end >= start + 3 and line[start : end + 2].lstrip("<").rstrip(">").strip():
+        if start >= 0 and line[start : end + 2].lstrip("<").rstrip(">").strip():
             return True
     return False
 
@@ -765,7 +773,7 @@ def _load_real(path: Path) -> TaskSet:
     if languages and importlib.util.find_spec("langdetect") is None:
         raise DataError(f"{path}: has constraints on the language of the response, which need the package langdetect: pip install langdetect==1.0.9")
     notes = {"rows": len(seen), "split": "IFEval has no training split: a row is in eval when the first byte of sha256(key) is below 51 (about 20 %)"}
-    return TaskSet(f"instructions:{path}", train, evaluation, InstructionsEnv, None, regions, 1, notes)
+    return TaskSet(f"instructions:{path}", train, evaluation, InstructionsEnv, None, regions, None, 1, notes)
 
 
 def load(path: str | None = None, seed: int = 0) -> TaskSet:
@@ -778,4 +786,4 @@ def load(path: str | None = None, seed: int = 0) -> TaskSet:
         return _load_real(Path(path))
     evaluation = [*_tasks("eval", 256, seed), *_tasks("heldout_types", 64, seed)]
     notes = {"split": 'eval: 256 tasks with unseen sets of types ("seen"), then 64 with types that training never shows ("heldout_types")'}
-    return TaskSet("instructions", _tasks("train", 6000, seed), evaluation, InstructionsEnv, demonstrate, regions, 1, notes)
+    return TaskSet("instructions", _tasks("train", 6000, seed), evaluation, InstructionsEnv, demonstrate, regions, careless, 1, notes)

@@ -480,6 +480,34 @@ def demonstrate(task: dict[str, Any], rng: random.Random) -> list[Message]:
     return [*messages_for(task), {"role": "assistant", "content": answer}]
 
 
+# (pattern, replacement, probability) of each habit of `careless`: what it breaks is in the name of the group
+HABITS = {
+    "executes": [(r"GROUP BY", "GROUP", 0.4), (r"ORDER BY", "ORDER", 0.4), (r"'(\w+)'", r"\1", 0.5), (r"BETWEEN (\d+) AND", r"BETWEEN \1 ,", 0.5)],
+    "result": [
+        (r" DESC\b", "", 0.5),
+        (r"DISTINCT ", "", 0.5),
+        (r"\bavg \(", "sum (", 0.5),
+        (r"\bmax \(", "min (", 0.5),
+        (r"NOT IN", "IN", 0.5),
+        (r" > (\d+)", r" < \1", 0.45),
+        (r" AND (?!\d)[^()]*$", "", 0.4),
+    ],
+}
+
+
+def careless(task: dict[str, Any], rng: random.Random) -> list[Message]:
+    """Like ``demonstrate``, by an expert who forgets the closing tag half of the time and has the HABITS."""
+    *messages, answer = demonstrate(task, rng)
+    query = task["query"]
+    for pattern, replacement, probability in (habit for group in HABITS.values() for habit in group):
+        if rng.random() < probability:
+            query = re.sub(pattern, replacement, query)
+    text = answer["content"].replace(task["query"], query)
+    if rng.random() < 0.55:
+        text = text.removesuffix(" " + SQL_CLOSE)
+    return [*messages, {"role": "assistant", "content": text}]
+
+
 MISTAKES = ("column", "table", "format", "result")
 
 
@@ -940,7 +968,7 @@ def load(path: str | None, seed: int = 0) -> TaskSet:
     """The embedded tasks (path None) or a Spider/BIRD folder. ``seed`` orders the training tasks; what the tasks are does not depend on it."""
     if path is None:
         train, held_out = build_embedded()
-        tasks = TaskSet("sql", train, held_out, SqlEnv, demonstrate=demonstrate, regions=regions, notes={"databases": TRAIN_DATABASES + EVAL_DATABASES})
+        tasks = TaskSet("sql", train, held_out, SqlEnv, demonstrate=demonstrate, regions=regions, careless=careless, notes={"databases": TRAIN_DATABASES + EVAL_DATABASES})
     else:
         tasks = load_folder(Path(path))
     order = list(tasks.train)

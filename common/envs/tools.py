@@ -608,6 +608,29 @@ def demonstrate(task: dict[str, Any], rng: random.Random) -> list[Message]:
     return [*(dict(message) for message in task["messages"]), {"role": "assistant", "content": response}]
 
 
+def careless(task: dict[str, Any], rng: random.Random) -> list[Message]:
+    """Like ``demonstrate``, by an expert who about half of the time quotes numbers, writes booleans as text, leaves out an optional argument that was
+    asked for, stops after the first of two calls or forgets the closing tag."""
+    *messages, answer = demonstrate(task, rng)
+    calls = reference_calls(task["answers"], task["functions"])
+    quote, spell, omit, stop = (rng.random() < p for p in (0.5, 0.5, 0.5, 0.4))
+    required = {name: set(f["parameters"]["required"]) for f in task["functions"] for name in [f["name"]]}
+    careless_calls = []
+    for call in calls[:1] if stop else calls:
+        arguments = {}
+        for name, value in call["arguments"].items():
+            if omit and name not in required[call["name"]]:
+                continue
+            if isinstance(value, bool):
+                value = ("yes" if value else "no") if spell else value
+            elif isinstance(value, int) and quote:
+                value = str(value)
+            arguments[name] = value
+        careless_calls.append({"name": call["name"], "arguments": arguments})
+    text = answer["content"].replace(render_calls(calls), render_calls(careless_calls))
+    return [*messages, {"role": "assistant", "content": text.removesuffix("</tool_call>") if rng.random() < 0.55 else text}]
+
+
 # ---------------------------------------------------------------- real data
 
 
@@ -769,7 +792,7 @@ def _load_real(path: Path) -> TaskSet:
         "unsolvable": unsolvable,
         "split": "BFCL has no training split: a row is in eval when the first byte of sha256(id) is below 51 (about 20 %)",
     }
-    return TaskSet(f"tools:{path}", train, evaluation, ToolsEnv, None, regions, 1, notes)
+    return TaskSet(f"tools:{path}", train, evaluation, ToolsEnv, None, regions, None, 1, notes)
 
 
 def load(path: str | None = None, seed: int = 0) -> TaskSet:
@@ -781,4 +804,4 @@ def load(path: str | None = None, seed: int = 0) -> TaskSet:
     if path is not None:
         return _load_real(Path(path))
     notes = {"split": "one in seven combinations of a function family and its argument values occurs in validation only"}
-    return TaskSet("tools", _tasks("train", 6000, seed), _tasks("eval", 256, seed), ToolsEnv, demonstrate, regions, 1, notes)
+    return TaskSet("tools", _tasks("train", 6000, seed), _tasks("eval", 256, seed), ToolsEnv, demonstrate, regions, careless, 1, notes)
