@@ -127,7 +127,7 @@ def _run_triton(x: torch.Tensor, rule: _Rule, want_value: bool, want_code: bool)
     code = torch.empty(M, N, dtype=torch.uint8 if fmt.mantissa else torch.int8, device=x.device) if want_code else None
     scale = torch.empty(-(-M // rule.rows), -(-N // rule.cols), dtype=torch.float32, device=x.device)
     width = triton.next_power_of_2(rule.cols)
-    rows = max(1, 4096 // width) if rule.rows == 1 else rule.rows
+    rows = min(max(1, 4096 // width), triton.next_power_of_2(M)) if rule.rows == 1 else rule.rows
     if x.numel():
         static = rule.static is not None
         sizes = {"COLS": rule.cols, "ROWS": rows, "WIDTH": width, "PER_ROW": rule.rows == 1}

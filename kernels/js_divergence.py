@@ -65,7 +65,7 @@ if _TRITON:
         return 2 * z * (1 + w * (1 / 3 + w * (1 / 5 + w * (1 / 7 + w * (1 / 9 + w * (1 / 11 + w * (1 / 13)))))))
 
     # One program per (position, variant); the K programs of a position are neighbours, so the reference row comes from cache after the first.
-    @triton.jit
+    @triton.jit(do_not_specialize=["T", "K"])
     def js_distance_fwd_kernel(
         ref,  # [T, V]
         var,  # [K, T, V]
@@ -130,7 +130,7 @@ if _TRITON:
             pa += tl.exp((a - ma) * inv_temperature) * phi
             pb += tl.exp((b - mb) * inv_temperature) * phi
         divergence = 0.5 * (tl.sum(pa, 0) / sa + tl.sum(pb, 0) / sb)
-        tl.store(out + k * T + t, tl.sqrt(tl.where(divergence > 1, 1.0, divergence)))
+        tl.store(out + k * T + t, tl.sqrt_rn(tl.where(divergence > 1, 1.0, divergence)))
 
 
 def _distance_triton(ref: torch.Tensor, var: torch.Tensor, inv_temperature: float, mask: torch.Tensor | None) -> torch.Tensor:

@@ -32,7 +32,8 @@ for dtype, decay, masked, reverse, order in cases:
     scan = {"values": "*" + dtype, "decay": "*fp64" if decay == 1 else "*" + dtype, "cu": "*i64", "mask": "*i1", "out": "*" + out, "S": "i32", "N": "i64"}
     flags = {"DECAY": decay, "HAS_MASK": bool(masked), "MASK_VALUES": order != 2, "REVERSE": bool(reverse), "ORDER": order}
     build(segment_scan.segment_scan_fwd_kernel, scan, 4, **flags, ROWS=4, BLOCK=256)
-stats = {"values": "*bf16", "cu": "*i64", "mask": "*i1", "count": "*i64", **dict.fromkeys(("mean", "second", "ess", "largest"), "*fp32"), "S": "i32", "N": "i32"}
+stats = {"values": "*bf16", "cu": "*i64",
+         "mask": "*i1", "count": "*i64", **dict.fromkeys(("mean", "second", "ess", "largest"), "*fp32"), "S": "i32", "N": "i64"}
 build(segment_scan.segment_stats_fwd_kernel, stats, 4, HAS_MASK=True, ROWS=4, BLOCK=256)
 
 for name, (kv, static, per_row), (value, code) in zip(fp8.FORMATS, ((0, 0, 0), (0, 0, 1), (1, 0, 1), (1, 1, 1)), ((1, 0), (1, 1), (0, 1), (1, 1))):

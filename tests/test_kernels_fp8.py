@@ -148,7 +148,7 @@ def test_scales_by_hand(backend, device):
 
 def test_kv_multiplies_by_the_reciprocal(backend, device):
     """A case where x * (1 / s) and x / s round to different codes; the engine's kernel multiplies."""
-    rows = torch.rand(4000, 1, generator=torch.Generator().manual_seed(3)) + 0.5
+    rows = torch.rand(300, 1, generator=torch.Generator().manual_seed(3)) + 0.5
     s = rows / 448
     ties = torch.arange(17, 448, dtype=torch.float32)[None] * s  # many lie next to a midpoint of the grid
     x = torch.cat([rows, ties], 1)
