@@ -75,6 +75,10 @@ def test_splits():
     assert len(set(ids)) == len(ids)
     sets = [{frozenset(c["id"] for c in t["constraints"]) for t in tasks} for tasks in (TASKS.train, TASKS.eval)]
     assert not sets[0] & sets[1]
+    # by rule, not by luck
+    places = {name: place for place, name in enumerate(instructions.KINDS)}
+    for split, tasks in ((False, TASKS.train), (True, TASKS.eval[:256])):
+        assert all((sum(places[c["id"]] for c in task["constraints"]) % 7 == 0) is split for task in tasks)
     assert all(sum(c["id"] in instructions.HELD_OUT for c in t["constraints"]) == 2 for t in TASKS.eval[256:])
     assert load("instructions").eval == TASKS.eval != OTHER.eval
     assert json.loads(json.dumps(TASKS.eval)) == TASKS.eval
@@ -331,7 +335,12 @@ def test_work_is_bounded_on_hostile_text():
         ("detectable_content:postscript", {"postscript_marker": "P.P.S"}, ["a p. p.s x", "P.P.S"], ["P.S."]),
         ("detectable_content:postscript", {"postscript_marker": "P.S."}, ["a p. s."], ["ps", "P.P.S"]),
         ("detectable_content:postscript", {"postscript_marker": "Note ("}, ["note (a)"], ["note"]),
-        ("detectable_format:number_bullet_lists", {"num_bullets": 2}, ["* a\n- b", "*a\n\n\n  -b", "-\n-", "*\n* a\n* b"], ["** a\n* b", "* a", "*\n* a"]),
+        (
+            "detectable_format:number_bullet_lists",
+            {"num_bullets": 2},
+            ["* a\n- b", "*a\n\n\n  -b", "-\n-", "*\n* a\n* b", "*\n\n* a", "*\n\n\n\n* a"],
+            ["** a\n* b", "* a", "*\n* a"],
+        ),
         ("detectable_format:constrained_response", {}, ["So: My answer is no."], ["My answer is"]),
         ("detectable_format:number_highlighted_sections", {"num_highlights": 2}, ["*a* *b*", "**a**\n*b*"], ["*a*", "* * *a*"]),
         (
@@ -341,7 +350,7 @@ def test_work_is_bounded_on_hostile_text():
             ["Section 1", "section 1 section 2"],
         ),
         ("detectable_format:json_format", {}, ['{"a": 1}', '```json\n{"a": [1]}\n```', "3"], ["{a: 1}", "[" * 5000, ""]),
-        ("detectable_format:title", {}, ["<<a>>", "x <<<a>>>"], ["<<>>", "<< >>", "<<a\n>>", "<a>"]),
+        ("detectable_format:title", {}, ["<<a>>", "x <<<a>>>"], ["<<>>", "<< >>", "<<a\n>>", "<a>", ">>a<<", "<<a", "a>>"]),
         ("combination:two_responses", {}, ["a******b", "******a******b******"], ["a******a", "a", "a************b", "a******b******c"]),
         ("combination:repeat_prompt", {"prompt_to_repeat": "Say Hi. "}, [" say hi. Hi"], ["Hi. Say hi."]),
         ("startend:end_checker", {"end_phrase": "The end."}, ['a the END."', "The end.\n"], ["The end.x"]),

@@ -363,6 +363,7 @@ def test_regions():
         ({"a": "x", "c": 1}, [{"a": ["x"]}], {"type": "dict"}, False),
         ([{"a": 1}, {"a": 2}], [[{"a": [1]}, {"a": [2, 3]}]], {"type": "array", "items": {"type": "dict"}}, True),
         ([{"a": 2}, {"a": 1}], [[{"a": [1]}, {"a": [2, 3]}]], {"type": "array", "items": {"type": "dict"}}, False),
+        (["x"], ["x"], {"type": "array", "items": {"type": "string"}}, False),
         (["zzz"], [[1], 5], {"type": "array", "items": {"type": "integer"}}, False),  # an accepted value of another shape does not crash
     ],
 )
