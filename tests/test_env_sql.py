@@ -169,6 +169,12 @@ def test_comparison_equals_the_published_procedure(pair, order_matters):
     assert bird_equal(gold, other) == (set(gold) == set(other))
 
 
+def test_comparison_keeps_the_published_precheck():
+    """Rows are first compared with their values sorted as texts with types, where 1.5 stands before 1 and after 1.0."""
+    assert not spider_equal([(1, 1.5)], [(1.5, 1.0)], False) and spider_equal([(1, 1.5)], [(1.5, 1)], False)
+    assert spider_equal([(2, 10.5)], [(10.5, 2.0)], True)
+
+
 def test_comparison_of_look_alike_columns_ends():
     rng = random.Random(0)
     gold = [tuple(rng.randrange(2) for _ in range(24)) for _ in range(200)]
@@ -273,7 +279,8 @@ def test_a_database_failure_is_marked_and_not_scored(database, tmp_path):
     info = step(database, "<think>a</think><sql>SELECT 4</sql>", query="SELECT nope FROM singer")[4]
     assert math.isnan(info["success"]) and "reference query of task x fails" in info["error"]
     broken = tmp_path / "broken.sqlite"
-    broken.write_bytes(database.read_bytes()[:4096])
+    content = database.read_bytes()
+    broken.write_bytes(content[:4096] + b"\xff" * (len(content) - 4096))  # opens, and the reference needs no page of it
     assert math.isnan(step(broken, "<think>a</think><sql>SELECT age FROM singer</sql>", query="SELECT 4")[4]["success"])
 
 

@@ -566,16 +566,15 @@ def spider_equal(gold: Sequence[tuple[Any, ...]], other: Sequence[tuple[Any, ...
     if (first != second) if order_matters else (set(first) != set(second)):
         return False
     if width == 1:
-        return not order_matters and Counter(gold) == Counter(other)
+        return Counter(gold) == Counter(other)
     codes: dict[Any, int] = {}
     left, right = (np.array([[codes.setdefault(value, len(codes)) for value in row] for row in rows], dtype=np.int64) for rows in (gold, other))
-    profile = (lambda column: column.tobytes()) if order_matters else (lambda column: np.sort(column).tobytes())
-    theirs = [profile(right[:, j]) for j in range(width)]
-    candidates = [[j for j in range(width) if theirs[j] == mine] for mine in (profile(left[:, i]) for i in range(width))]
+    if order_matters:  # the columns as bags: equal ones are interchangeable
+        return Counter(left[:, i].tobytes() for i in range(width)) == Counter(right[:, j].tobytes() for j in range(width))
+    theirs = [np.sort(right[:, j]).tobytes() for j in range(width)]
+    candidates = [[j for j in range(width) if theirs[j] == np.sort(left[:, i]).tobytes()] for i in range(width)]
     if not all(candidates):
         return False
-    if order_matters:  # equal columns are interchangeable, so equal multisets of columns suffice
-        return Counter(left[:, i].tobytes() for i in range(width)) == Counter(right[:, j].tobytes() for j in range(width))
     turn = sorted(range(width), key=lambda i: (len(candidates[i]), -len(np.unique(left[:, i]))))
     steps = 0
 
@@ -968,7 +967,9 @@ def load(path: str | None, seed: int = 0) -> TaskSet:
     """The embedded tasks (path None) or a Spider/BIRD folder. ``seed`` orders the training tasks; what the tasks are does not depend on it."""
     if path is None:
         train, held_out = build_embedded()
-        tasks = TaskSet("sql", train, held_out, SqlEnv, demonstrate=demonstrate, regions=regions, careless=careless, notes={"databases": TRAIN_DATABASES + EVAL_DATABASES})
+        tasks = TaskSet(
+            "sql", train, held_out, SqlEnv, demonstrate=demonstrate, regions=regions, careless=careless, notes={"databases": TRAIN_DATABASES + EVAL_DATABASES}
+        )
     else:
         tasks = load_folder(Path(path))
     order = list(tasks.train)
