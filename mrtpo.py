@@ -579,11 +579,12 @@ def check_args(args: Args) -> None:
     bounds = {
         "num_updates": 1, "eval_every": 0, "eval_tasks": 1, "save_every": 0, "groups_per_update": 1, "max_new_tokens": 1, "update_epochs": 1,
         "num_minibatches": 1, "micro_batch_tokens": 1, "lr_warmup_updates": 0, "beta_warmup": 0, "kl_coef": 0, "tis_cap": 0, "advantage_eps": 0,
+        "learning_rate": 0, "clip_high": 0, "seed": 0,
     }  # fmt: skip
     for name, low in bounds.items():
         if not getattr(args, name) >= low:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least {low}")
-    for name in ("temperature", "learning_rate", "max_grad_norm", "opsd_temperature"):
+    for name in ("temperature", "max_grad_norm", "opsd_temperature"):
         if not getattr(args, name) > 0:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be above 0")
     for name in ("beta", "opsd_beta", "clip_low"):
@@ -593,8 +594,6 @@ def check_args(args: Args) -> None:
         raise ValueError(f"--group-size {args.group_size}: group normalisation needs at least 2 responses")
     if not args.max_weight >= 1:
         raise ValueError(f"--max-weight {args.max_weight}: a cap under the mean weight 1 cannot keep the mean")
-    if args.clip_high < 0:
-        raise ValueError(f"--clip-high {args.clip_high}: must be at least 0")
     if args.num_minibatches > args.groups_per_update:
         raise ValueError(f"--num-minibatches {args.num_minibatches}: more than the {args.groups_per_update} groups of an update")
     if args.credit == "opsd" and args.response_weighting != "none":

@@ -1,52 +1,52 @@
-"""Batches for teacher-forced forward passes, in which the responses of one prompt share that prompt's computation.
+"""Batches for teacher-forced forward passes in which every distinct prefix is computed once.
 
-A group of n responses repeats its prompt n times in an ordinary padded batch. Here every prompt stands once and every
-response once, in one flat row without padding:
+The n responses of a prompt repeat it n times in an ordinary padded batch, the variants of a prompt repeat their common
+beginning, and samples of a confident policy repeat each other up to the token where they part. Here all of that stands once
+in one flat row without padding (the sequences form a tree of prefixes):
 
-    group 0: prompt p, responses a, b          group 1: prompt q, response c
-    input_ids     p0 p1 p2 a0 a1 b0 b1 b2 q0 q1 c0 c1
-    position_ids   0  1  2  3  4  3  4  5  0  1  2  3
-    target_ids             a0 a1 b0 b1 b2       c0 c1        the N response tokens, flat, in the order given
-    predict_index           2  3  2  5  6        9 10        the input position whose output predicts each of them
+    sequence 0: prompt p0 p1 p2, response a0 a1        sequence 1: same prompt, response a0 b1 b2
+    input_ids     p0 p1 p2 a0 a1 b1 b2
+    position_ids   0  1  2  3  4  4  5
+    target_ids             a0 a1        a0 b1 b2       the N response tokens, flat, in the order given
+    predict_index           2  3         2  3  5       the input position whose output predicts each of them
 
-The linear layers see 12 tokens instead of 3 x 6; attention gathers for each response the keys of its prompt and its own.
-Exact for models with plain causal attention that dispatch through transformers' attention interface; `check_packing`
-compares with an ordinary forward pass and says which layout a model can use.
+The linear layers see 7 tokens instead of 2 x 6; attention gathers for each token the keys of its own sequence. Exact, with
+exact gradients, for models with plain causal attention that dispatch through transformers' attention interface;
+`check_packing` compares with an ordinary forward pass and says which layout a model can use.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface
 
-ATTENTION = "shared_prompt"  # the name our attention function is registered under
+ATTENTION = "shared_prefix_training"  # the name our attention function is registered under
 
 
 @dataclass
 class PackedBatch:
     """N response tokens of R responses. All index tensors are int64."""
 
-    input_ids: torch.Tensor  # [1, T] shared prompts, or [R, L] padded rows
+    input_ids: torch.Tensor  # [1, T] distinct prefixes, or [R, L] padded rows
     position_ids: torch.Tensor  # like input_ids
-    attention_mask: torch.Tensor | None  # [R, L] for padded rows; None when prompts are shared
+    attention_mask: torch.Tensor | None  # [R, L] for padded rows; None when prefixes are shared
     predict_index: torch.Tensor  # [N] into the flattened input positions
     target_ids: torch.Tensor  # [N]
     response_ids: torch.Tensor  # [N] which response a token belongs to, 0..R-1
     lengths: torch.Tensor  # [R] tokens of each response
-    prompt_index: torch.Tensor | None = None  # [P, Lp] flat position of prompt tokens, padded with the first one
-    query_index: torch.Tensor | None = None  # [R, Lr] flat position of response tokens, padded with the first one
-    key_index: torch.Tensor | None = None  # [R, Lp + Lr] prompt then own tokens
-    key_mask: torch.Tensor | None = None  # [R, 1, Lr, Lp + Lr] bool, True = may attend
-    output_index: torch.Tensor | None = None  # [T] row of cat([prompt outputs, response outputs]) for each flat position
+    # shared prefixes: rows of similar length, each (query_index [r, q], key_index [r, k], mask [r, 1, q, k] bool)
+    buckets: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    output_index: torch.Tensor | None = None  # [T] row of the concatenated bucket outputs for each flat position
 
     def to(self, device: torch.device | str) -> PackedBatch:
-        return PackedBatch(**{f.name: v.to(device) if isinstance(v := getattr(self, f.name), torch.Tensor) else v for f in fields(self)})
+        moved = {f.name: v.to(device) if isinstance(v := getattr(self, f.name), torch.Tensor) else v for f in fields(self)}
+        return PackedBatch(**{**moved, "buckets": [tuple(x.to(device) for x in bucket) for bucket in self.buckets]})
 
     @property
     def num_tokens(self) -> int:
@@ -70,68 +70,68 @@ def pack(groups: Sequence[tuple[Sequence[int], Sequence[Sequence[int]]]], share_
             raise ValueError(f"group {g}: prompt of {len(prompt)} tokens, responses of {[len(r) for r in responses]} tokens; every one needs at least 1")
     if not groups:
         raise ValueError("no groups to pack")
-    prompt_lengths = np.array([len(p) for p, _ in groups])  # [P]
-    group_sizes = np.array([len(rs) for _, rs in groups])  # [P]
-    responses = [r for _, rs in groups for r in rs]
-    lengths = np.array([len(r) for r in responses])  # [R]
-    group_of = np.repeat(np.arange(len(groups)), group_sizes)  # [R]
-    target_ids = np.concatenate([np.asarray(r, dtype=np.int64) for r in responses])  # [N]
-    response_ids = np.repeat(np.arange(len(responses)), lengths)  # [N]
-    within = _ramp(lengths)  # [N] 0-based place in its response
-    lp, lr = prompt_lengths[group_of], lengths  # both [R]
+    rows = [(prompt, response) for prompt, responses in groups for response in responses]
+    lengths = np.array([len(r) for _, r in rows])  # [R]
+    prompt_lengths = np.array([len(p) for p, _ in rows])  # [R]
+    total = prompt_lengths + lengths
+    target_ids = np.concatenate([np.asarray(r, dtype=np.int64) for _, r in rows])  # [N]
+    response_ids = np.repeat(np.arange(len(rows)), lengths)  # [N]
+    position = np.repeat(prompt_lengths, lengths) + _ramp(lengths)  # [N] place of each response token in its sequence
+    tokens = np.full((len(rows), int(total.max())), -1, dtype=np.int64)  # [R, L]
+    tokens[np.arange(tokens.shape[1]) < total[:, None]] = np.concatenate([np.concatenate([p, r]).astype(np.int64) for p, r in rows])
     common = {"target_ids": target_ids, "response_ids": response_ids, "lengths": lengths}
     if not share_prompts:
-        width = int((lp + lr).max())
-        input_ids = np.full((len(responses), width), pad_id, dtype=np.int64)
-        mask = np.arange(width)[None] < (lp + lr)[:, None]  # [R, L]
-        input_ids[mask] = np.concatenate([np.concatenate([groups[g][0], r]) for g, r in zip(group_of, responses)])
-        position_ids = np.broadcast_to(np.arange(width), input_ids.shape).copy()
-        predict_index = response_ids * width + lp[response_ids] + within - 1
-        return _tensors(input_ids=input_ids, position_ids=position_ids, attention_mask=mask.astype(np.int64), predict_index=predict_index, **common)
+        mask = tokens >= 0
+        position_ids = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape).copy()
+        predict_index = response_ids * tokens.shape[1] + position - 1
+        return _tensors(
+            input_ids=np.where(mask, tokens, pad_id), position_ids=position_ids, attention_mask=mask.astype(np.int64), predict_index=predict_index, **common
+        )
 
-    group_tokens = prompt_lengths + np.bincount(group_of, weights=lengths, minlength=len(groups)).astype(np.int64)
-    prompt_start = np.cumsum(group_tokens) - group_tokens  # [P] flat
-    before = np.cumsum(lengths) - lengths  # response tokens before this response, over all groups
-    first_of_group = (np.cumsum(group_sizes) - group_sizes)[group_of]
-    response_start = prompt_start[group_of] + lp + before - before[first_of_group]  # [R] flat
-    total = int(group_tokens.sum())
-    input_ids, position_ids = np.empty(total, dtype=np.int64), np.empty(total, dtype=np.int64)
-    prompt_flat = np.repeat(prompt_start, prompt_lengths) + _ramp(prompt_lengths)
-    response_flat = np.repeat(response_start, lengths) + within
-    input_ids[prompt_flat] = np.concatenate([np.asarray(p, dtype=np.int64) for p, _ in groups])
-    input_ids[response_flat] = target_ids
-    position_ids[prompt_flat] = _ramp(prompt_lengths)
-    position_ids[response_flat] = lp[response_ids] + within
-    predict_index = np.where(within == 0, (prompt_start[group_of] + lp - 1)[response_ids], response_flat - 1)
+    order = np.lexsort(tokens.T[::-1])  # sequences that share a prefix become neighbours
+    t, n = tokens[order], total[order]
+    width = np.arange(t.shape[1])
+    same = np.minimum.accumulate(t[1:] == t[:-1], axis=1) & (width < np.minimum(n[1:], n[:-1])[:, None])
+    shared = np.concatenate([[0], same.sum(1)])  # [R] leading tokens that the neighbour before has too
+    fresh = n - shared  # [R] tokens this sequence adds
+    start = np.cumsum(fresh) - fresh
+    # the sequence that first computed the token at each place: the last one, up to here, that shares less than that
+    owner = np.maximum.accumulate(np.where(width >= shared[:, None], np.arange(len(n))[:, None], 0), axis=0)  # [R, L]
+    flat = start[owner] + width - shared[owner]  # [R, L] flat position, where width < n
 
-    max_lp, max_lr = int(prompt_lengths.max()), int(lengths.max())
-    prompt_index = prompt_start[:, None] + np.minimum(np.arange(max_lp), prompt_lengths[:, None] - 1)  # [P, Lp]
-    query_index = response_start[:, None] + np.minimum(np.arange(max_lr), lengths[:, None] - 1)  # [R, Lr]
-    key_index = np.concatenate([prompt_index[group_of], query_index], axis=1)  # [R, Lp + Lr]
-    sees_prompt = np.broadcast_to((np.arange(max_lp) < lp[:, None])[:, None, None], (len(responses), 1, max_lr, max_lp))
-    sees_own = np.broadcast_to(np.tril(np.ones((max_lr, max_lr), dtype=bool)), (len(responses), 1, max_lr, max_lr))
-    output_index = np.empty(total, dtype=np.int64)
-    output_index[prompt_flat] = np.repeat(np.arange(len(groups)) * max_lp, prompt_lengths) + _ramp(prompt_lengths)
-    output_index[response_flat] = len(groups) * max_lp + response_ids * max_lr + within
-    return _tensors(
-        input_ids=input_ids[None],
-        position_ids=position_ids[None],
+    is_fresh = (width >= shared[:, None]) & (width < n[:, None])
+    place = np.empty(len(rows), dtype=np.int64)
+    place[order] = np.arange(len(rows))
+    buckets, output_index, done = [], np.empty(int(fresh.sum()), dtype=np.int64), 0
+    size_class = np.ceil(np.log2(np.maximum(fresh, 1))).astype(int)
+    for c in np.unique(size_class[fresh > 0]):
+        members = np.flatnonzero((size_class == c) & (fresh > 0))
+        most, longest = int(fresh[members].max()), int(n[members].max())
+        at = np.minimum(shared[members, None] + np.arange(most), n[members, None] - 1)  # [r, q] places of the queries, padded with the last
+        query_index = np.take_along_axis(flat[members], at, axis=1)
+        key_index = np.where(np.arange(longest) < n[members, None], flat[members, :longest], flat[members, :1])
+        buckets.append((query_index, key_index, (np.arange(longest) <= at[:, :, None])[:, None]))
+        output_index[np.repeat(start[members], fresh[members]) + _ramp(fresh[members])] = (
+            done + np.repeat(np.arange(len(members)) * most, fresh[members]) + _ramp(fresh[members])
+        )
+        done += len(members) * most
+    batch = _tensors(
+        input_ids=t[is_fresh][None],
+        position_ids=np.broadcast_to(width, t.shape)[is_fresh][None],
         attention_mask=None,
-        predict_index=predict_index,
-        prompt_index=prompt_index,
-        query_index=query_index,
-        key_index=key_index,
-        key_mask=np.concatenate([sees_prompt, sees_own], axis=3),
+        predict_index=flat[place[response_ids], position - 1],
         output_index=output_index,
         **common,
     )
+    batch.buckets = [tuple(torch.from_numpy(x) for x in bucket) for bucket in buckets]
+    return batch
 
 
 def _tensors(**arrays: np.ndarray | None) -> PackedBatch:
     return PackedBatch(**{k: None if v is None else torch.from_numpy(np.ascontiguousarray(v)) for k, v in arrays.items()})
 
 
-EMPTY = pack([([0], [[0]])])  # stands in where a process has no data left while others still compute
+EMPTY = pack([([0], [[0]])], share_prompts=False)  # stands in where a process has no data left while others still compute; any model can run it
 
 
 def pack_rows(rows: Sequence[tuple[Sequence[int], Sequence[int]]], share_prompts: bool = True, pad_id: int = 0) -> PackedBatch:
@@ -159,7 +159,7 @@ def micro_batches(rows: Sequence[tuple[Sequence[int], Sequence[int]]], max_token
         yield batch
 
 
-def shared_prompt_attention(
+def shared_prefix_attention(
     module: torch.nn.Module,
     query: torch.Tensor,  # [1, H, T, D]
     key: torch.Tensor,  # [1, Hkv, T, D]
@@ -170,35 +170,34 @@ def shared_prompt_attention(
     packed: PackedBatch | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of transformers' interface over a flat row: prompts attend causally, responses to their prompt and themselves."""
+    """Attention of transformers' interface over the flat row: each token attends to its own sequence up to itself."""
     if packed is None:
         raise ValueError(f"attention {ATTENTION!r} only runs inside common.packing.forward_hidden")
     if kwargs.get("sliding_window") is not None or kwargs.get("softcap") is not None:
         raise ValueError("this model uses sliding-window or soft-capped attention: run with --share-prompts off")
-    flat = [x[0].transpose(0, 1) for x in (query, key, value)]  # [T, heads, D]
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, D]
 
-    def gather(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:  # [T, h, D], [B, L] -> [B, h, L, D]
+    def gather(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:  # [T, h, D], [r, l] -> [r, h, l, D]
         return x.index_select(0, index.reshape(-1)).view(*index.shape, *x.shape[1:]).transpose(1, 2)
 
-    q, k, v = flat
-    gqa = q.shape[1] != k.shape[1]
-    on_prompt = F.scaled_dot_product_attention(
-        *(gather(x, packed.prompt_index) for x in flat), dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=gqa
-    )
-    on_response = F.scaled_dot_product_attention(
-        gather(q, packed.query_index),
-        gather(k, packed.key_index),
-        gather(v, packed.key_index),
-        attn_mask=packed.key_mask,
-        dropout_p=dropout,
-        scale=scaling,
-        enable_gqa=gqa,
-    )
-    rows = torch.cat([on_prompt.transpose(1, 2).reshape(-1, *q.shape[1:]), on_response.transpose(1, 2).reshape(-1, *q.shape[1:])])
-    return rows.index_select(0, packed.output_index)[None], None  # [1, T, H, D]
+    outputs = [
+        F.scaled_dot_product_attention(
+            gather(q, query_index),
+            gather(k, key_index),
+            gather(v, key_index),
+            attn_mask=mask,
+            dropout_p=dropout,
+            scale=scaling,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )
+        .transpose(1, 2)
+        .reshape(-1, *q.shape[1:])
+        for query_index, key_index, mask in packed.buckets
+    ]
+    return torch.cat(outputs).index_select(0, packed.output_index)[None], None  # [1, T, H, D]
 
 
-AttentionInterface.register(ATTENTION, shared_prompt_attention)
+AttentionInterface.register(ATTENTION, shared_prefix_attention)
 
 
 @contextmanager
