@@ -1,5 +1,5 @@
 # Guide, derivations, measured results and figures: docs/collapse_sim.md
-"""The part of collapse_sim.py that trains or measures networks, `--what transformer` and `--measure-llm`. Run it through collapse_sim.py: same flags and folder.
+"""The part of collapse_sim.py that trains or measures networks, `--what transformer` and `--measure-llm`. Run it through collapse_sim.py.
 
 Small transformers compare two six-digit numbers. After a few supervised steps they go on alone, rewarded by their own majority vote. The readout decides
 whether a shared direction exists: plain has one, antisymmetric has none by construction, controlled gets one back in a chosen dose."""
@@ -26,6 +26,7 @@ from common.collapse_tools import (
     replica_keys,
     row,
     sample_answers,
+    share_row,
     wilson,
 )
 
@@ -107,7 +108,7 @@ def self_reward(
     return {name: p.detach() for name, p in net.items()}, torch.stack(phi, 1).numpy()
 
 
-REDUCED_SIZES, FULL_SIZES = (16, 64, 256), (16, 32, 64, 128, 256, 512, 1024)
+REDUCED_SIZES, FULL_SIZES, RESCUE_SIZE = (16, 64, 256), (16, 32, 64, 128, 256, 512, 1024), 256
 
 
 def network_group(args, grid, readout: str, base: int, n: int, doses: tuple, taus: tuple, beta: float = 0.0) -> list[dict]:
@@ -182,7 +183,7 @@ def network_group(args, grid, readout: str, base: int, n: int, doses: tuple, tau
                 "test_accuracy": float(((z_test[i] > 0) == (truth > 0)).mean()),
                 "rule": float(max(abs((np.sign(z_test[i]) * f).mean()) for f in features) / 2 + 0.5),
             }
-            if i < args.net_seeds and n == max(REDUCED_SIZES):  # kernel drift, at the first dose and temperature
+            if i < args.net_seeds and n == REDUCED_SIZES[-1]:  # kernel drift, at the first dose and temperature
                 one = {name: p[i] for name, p in trained.items()}
                 with torch.no_grad():
                     sign = np.sign(readout_logit({k: v[None] for k, v in one.items()}, probe[None], readout, scale[i : i + 1])[0].numpy())
@@ -207,13 +208,12 @@ def sweep_transformer(args, grid):
     cells = [network_group(args, grid, "antisymmetric", b, n, (0.0,), (1.0,)) for b in anti for n in sizes]
     cells += [network_group(args, grid, "controlled", b, n, doses, (1.0,)) for b in anti for n in sizes]
     cells += [network_group(args, grid, "plain", b, n, (0.0,), (1.0, 2.0, 3.0)) for b in ((90, 120) if args.full else (90,)) for n in sizes]
-    rescue = [network_group(args, grid, "plain", 90, 256, (0.0,), (2.0,), beta) for beta in (0.0, 0.25, 0.5, 1.0)]
+    rescue = [network_group(args, grid, "plain", 90, RESCUE_SIZE, (0.0,), (2.0,), beta) for beta in (0.0, 0.25, 0.5, 1.0)]
     runs = [run for cell in cells for run in cell["runs"]]
     rows = []
 
     def share(quantity, paper, chosen, note=""):
-        hits = sum(run["phi"] > 0.9 for run in chosen)
-        rows.append(row("transformer", quantity, paper, hits / len(chosen), *wilson(hits, len(chosen)), f"{hits} of {len(chosen)}{note}"))
+        rows.append(share_row("transformer", quantity, paper, sum(run["phi"] > 0.9 for run in chosen), len(chosen), note))
 
     def of(**wanted):
         return [run for run in runs if all(run[k] == v for k, v in wanted.items())]
@@ -281,7 +281,7 @@ def sweep_transformer(args, grid):
         r = cell["runs"]
         phi, size, accuracy = (np.mean([x[name] for x in r]) for name in ("phi", "size", "test_accuracy"))
         note = f"Phi {phi:.2f}, |z| {size:.1f}, test accuracy {accuracy:.2f}, best simple rule {max(x['rule'] for x in r):.2f}"
-        share(f"share collapsed, plain, base 90, tau 2, N 256, beta {beta:g}", 0.0 if beta >= 0.5 else None, r, f"; {note}")
+        share(f"share collapsed, plain, base 90, tau 2, N {RESCUE_SIZE}, beta {beta:g}", 0.0 if beta >= 0.5 else None, r, f"; {note}")
     for readout in ("antisymmetric", "plain"):
         drift = [r for r in runs if r["readout"] == readout and "after" in r]
         for b in sorted({r["base"] for r in drift}):
@@ -311,7 +311,7 @@ def sweep_transformer(args, grid):
 def screen(counts: np.ndarray, z: np.ndarray, kernel: np.ndarray, lambda_c: float = LAMBDA_C) -> dict[str, float]:
     """Everything the theory says about a model before training. counts: (N, 2) sampled answers; z: (N,) exact logits; kernel: (N, N).
 
-    <F'> from samples is unbiased: F' = 6 s^2 - s with s = p(1-p); s and s^2 from falling factorials of the counts, on questions with 4 or more matched samples."""
+    <F'> from samples is unbiased: F' = 6 s^2 - s with s = p(1-p); s and s^2 from falling factorials of the counts (4 or more matched samples)."""
     yes, no = counts[counts.sum(1) >= 4].T.astype(float)
     total = yes + no
     s1 = yes * no / (total * (total - 1))

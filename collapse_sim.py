@@ -45,9 +45,9 @@ from common.collapse_tools import (
     nc_row,
     replica_keys,
     row,
+    share_row,
     standard_error,
     table,
-    wilson,
 )
 from common.run import Panel, Run, parse_args
 
@@ -59,7 +59,7 @@ class Args:
     """comma-separated: headline estimator lambda confidence answers batch heterogeneous confident fate softmax adam entropy kernel diagram transformer | all"""
     seed: int = 1
     """base seed; every replica of every cell derives its own random stream from it, so results depend neither on the order nor on the thread count"""
-    replicas: int = 96
+    replicas: int = 64
     """independent runs per point of a collapse curve; half above N = 2000, a third above 8000 (deduced)"""
     threads: int = 0
     """worker threads; 0 takes every core; results are bit-identical for any value"""
@@ -613,12 +613,13 @@ class Grid:
     def curve(self, name: str, s: Setting, centre: float = 0.0) -> dict:
         """Collapse curve over N around the predicted N_c (or `centre`), widened until it starts below 0.15 and ends above 0.85, and its logistic fit."""
         unit = s.choices if s.choices > 2 else 2
-        centre = centre or 2.64 / (s.lam**2 * gain_of(s))
+        centre = centre or LAMBDA_C / (s.lam**2 * gain_of(s))
         points = {}
 
         def add(j):
             n = max(unit, unit * round(centre * 2 ** (j / 3) / unit))
-            points.setdefault(n, self.point(s, n, self.args.replicas // (1 if n <= 2000 else 2 if n <= 8000 else 3)))
+            if n not in points:
+                points[n] = self.point(s, n, self.args.replicas // (1 if n <= 2000 else 2 if n <= 8000 else 3))
             return points[n]["hits"] / points[n]["trials"], n
 
         low, high = -3, 3
@@ -722,12 +723,11 @@ def sweep_heterogeneous(args, grid, base):
         c = end(curves, key=lambda c: c["lambda_nc"])
         rows.append(row("heterogeneous", f"{end.__name__} Lambda_c", (2.0, 2.8), c["lambda_nc"], c["lambda_low"], c["lambda_high"], c["name"]))
     s = replace(base, init="uniform:0.5,2.5")
-    slope = float(drift_slope(magnitudes(s.init, 4000)).mean())
-    rows.append({**row("heterogeneous", "<F'> at the start, uniform:0.5,2.5", None, slope), "verdict": "negative as in the paper" if slope < 0 else "positive"})
+    slope, g = float((expected_drift(2.5) - expected_drift(0.5)) / 2), gain_of(s)
+    verdict = "inside" if slope < 0 else "outside: the paper says negative; too small to matter"
+    start = row("heterogeneous", "<F'> at the start, uniform:0.5,2.5", None, slope, note=f"(F(2.5) - F(0.5)) / 2, exact; G {g:.1e}")
     p = grid.point(s, 24000, 24)
-    rows.append(
-        row("heterogeneous", "share collapsed, uniform:0.5,2.5, N 24000", 0.0, p["hits"] / p["trials"], *wilson(p["hits"], p["trials"]), f"{p['trials']} runs")
-    )
+    rows += [start | {"verdict": verdict}, share_row("heterogeneous", "share collapsed, uniform:0.5,2.5, N 24000", 0.0, p["hits"], p["trials"])]
     return {"rows": rows, "curves": curves}
 
 
@@ -736,10 +736,8 @@ def sweep_confident(args, grid, base):
     for a in (1.4, 1.6, 2.0):
         s = replace(base, init=f"point:{a}", lam=0.28, horizon=10 * base.horizon)
         p = grid.point(s, 2 * round(1474 / 0.28**2 / 2), 8, 10)
-        points.append({"name": f"a {a:g}", "phi": p["phi"], "hits": p["hits"], "trials": p["trials"]})
-        rows.append(
-            row("confident", f"share collapsed, a {a:g} > z*, lambda^2 N 1474, 10x training", 0.0, p["hits"] / p["trials"], *wilson(p["hits"], p["trials"]))
-        )
+        points.append({"name": f"a {a:g}", "phi": p["phi"]})
+        rows.append(share_row("confident", f"share collapsed, a {a:g} > z*, lambda^2 N 1474, 10x training", 0.0, p["hits"], p["trials"]))
     return {"rows": rows, "curves": [], "points": points}
 
 
@@ -748,11 +746,11 @@ def sweep_fate(args, grid, base):
     epochs = steps_of(base, n) * base.batch / n
     four, many = grid.point(base, n, 4, records), grid.point(base, n, args.replicas, records)
     phi, times = np.array(many["phi"]), epochs * np.arange(1, records + 1) / records
-    at = int(np.searchsorted(times, 100 - 1e-9))
-    same = int(((phi[:, min(at, records - 1)] > 0.5) == (phi[:, -1] > 0.5)).sum())
-    moved = float(np.quantile(np.abs(phi[:, min(at, records - 1)] - phi[:, -1]), 0.95))
-    rows = [row("fate", f"share of runs whose side at epoch {times[min(at, records - 1)]:.0f} is final (N {n})", 1.0, same / len(phi), *wilson(same, len(phi)))]
-    rows.append(row("fate", "95 % quantile of |Phi(end) - Phi(epoch 100)|", None, moved))
+    at = min(int(np.searchsorted(times, 100 - 1e-9)), records - 1)
+    same = int(((phi[:, at] > 0.5) == (phi[:, -1] > 0.5)).sum())
+    rows = [share_row("fate", f"share of runs whose side at epoch {times[at]:.0f} is final (N {n})", 1.0, same, len(phi))]
+    frozen = times[np.abs(phi - phi[:, -1:]).max(0) > 0.05]  # times at which some run is still away from its final Phi
+    rows.append(row("fate", "epoch from which every run stays within 0.05 of its final Phi", 100, float(frozen.max() if len(frozen) else times[0])))
     return {"rows": rows, "curves": [], "times": times.tolist(), "phi": four["phi"], "shift": four["shift"], "all_phi": many["phi"]}
 
 
@@ -764,9 +762,8 @@ def sweep_softmax(args, grid, base):
 
 
 def sweep_adam(args, grid, base):
-    curves = [
-        grid.curve(f"Adam, lambda {lam:g}", replace(base, lam=lam, optimizer="adam", horizon=ADAM_HORIZON), 35 / lam**2) for lam in (0.1, 0.14, 0.2, 0.28)
-    ]
+    adam = replace(base, optimizer="adam", horizon=ADAM_HORIZON)
+    curves = [grid.curve(f"Adam, lambda {lam:g}", replace(adam, lam=lam), 35 / lam**2) for lam in (0.1, 0.14, 0.2, 0.28)]
     rows = [row("adam", f"lambda^2 N_c, {c['name']}", (34, 36), *(c["setting"]["lam"] ** 2 * c[k] for k in ("nc", "low", "high"))) for c in curves]
     rows.append(row("adam", "exponent of N_c in lambda", -2.06, *exponent(curves)))
     scaled = common_constant(curves, [math.sqrt(c["setting"]["lam"] ** 2 * c["nc"]) * c["g"] for c in curves])[0]
@@ -816,23 +813,13 @@ def sweep_entropy(args, grid, base):
                 mid = 0.5 * (low_b + high_b)
                 more = base.lam**2 * n * amplification_mixed(np.array([a, -a]), base.answers, base.estimator, base.tie, mid) > LAMBDA_C
                 low_b, high_b = (mid, high_b) if more else (low_b, mid)
-            rows.append(
-                row(
-                    "entropy",
-                    f"beta at P = 0.5, a {a:g}, N {n}",
-                    None,
-                    half_beta,
-                    low,
-                    high,
-                    f"theory with Lambda_c = 2.64: {mid:.3f}; N to infinity: {beta_critical(a):.3f}",
-                )
-            )
-            curves.append(
-                {"name": f"a {a:g}, N {n}", "betas": betas.tolist(), "share": [h / t for h, t in zip(hits, trials)], "theory": mid, "limit": beta_critical(a)}
-            )
+            note = f"theory with Lambda_c = 2.64: {mid:.3f}; N to infinity: {beta_critical(a):.3f}"
+            rows.append(row("entropy", f"beta at P = 0.5, a {a:g}, N {n}", None, half_beta, low, high, note))
+            share = [h / t for h, t in zip(hits, trials)]
+            curves.append({"name": f"a {a:g}, N {n}", "betas": betas.tolist(), "share": share, "trials": trials, "theory": mid})
             above = [p for p, b in zip(points, betas) if b >= 0.5 - 1e-9]
             hits, trials = sum(p["hits"] for p in above), sum(p["trials"] for p in above)
-            rows.append(row("entropy", f"share collapsed at beta >= 1/2, a {a:g}, N {n}", 0.0, hits / trials, *wilson(hits, trials), f"{trials} runs"))
+            rows.append(share_row("entropy", f"share collapsed at beta >= 1/2, a {a:g}, N {n}", 0.0, hits, trials))
     return {"rows": rows, "curves": [], "beta_curves": curves}
 
 
@@ -843,32 +830,15 @@ def sweep_kernel(args, grid, base):
         k_s = share * g * k_u / 2.64
         points = [grid.point(replace(base, ks=k_s), n, args.replicas // 2) for n in sizes if n <= (12800 if share else 3200)]
         hits, trials, used = ([p[k] for p in points] for k in ("hits", "trials", "n"))
-        c = {
-            "name": f"k_s = {share:g} G k_u / 2.64",
-            "sizes": used,
-            "share": [h / t for h, t in zip(hits, trials)],
-            "k_s": k_s,
-            "g": g,
-            "k_u": k_u,
-            "ratio": share,
-        }
-        curves.append(c)
-        predicted = 2.64 / (g * k_u - 2.64 * k_s) if share < 1 else math.inf
+        name = f"k_s = {share:g} G k_u / 2.64"
+        curves.append({"name": name, "sizes": used, "share": [h / t for h, t in zip(hits, trials)], "trials": trials})
+        predicted = f"N_c = {2.64 / (g * k_u - 2.64 * k_s):.0f}" if share < 1 else "no N collapses"
         if hits[-1] > 0.6 * trials[-1]:
             fit = fit_threshold(used, hits, trials)
-            rows.append(row("kernel", f"N_c, {c['name']}", None, fit["nc"], fit["low"], fit["high"], f"theory with Lambda_c = 2.64: {predicted:.0f}"))
+            rows.append(row("kernel", f"N_c, {name}", None, fit["nc"], fit["low"], fit["high"], f"theory: {predicted}"))
         else:
-            note = f"theory: {f'N_c = {predicted:.0f}' if share < 1 else 'no N collapses'}; Lambda there {kernel_amplification(g, used[-1], k_u, 1.0, k_s):.2f}"
-            rows.append(
-                row(
-                    "kernel",
-                    f"share collapsed at N {used[-1]}, {c['name']}",
-                    0.0 if share > 1 else None,
-                    hits[-1] / trials[-1],
-                    *wilson(hits[-1], trials[-1]),
-                    note,
-                )
-            )
+            note = f"; theory: {predicted}; Lambda there {kernel_amplification(g, used[-1], k_u, 1.0, k_s):.2f}"
+            rows.append(share_row("kernel", f"share collapsed at N {used[-1]}, {name}", 0.0 if share > 1 else None, hits[-1], trials[-1], note))
     return {"rows": rows, "curves": [], "kernel_curves": curves}
 
 

@@ -33,7 +33,7 @@ def replica_keys(seed: int, label: str, replicas: int) -> np.ndarray:
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def exp_negative(x, out):
-    """out = exp(-x) for x >= 0, within one unit in the last place. A plain loop that becomes vector code, which libm's exp does not; x above 700 counts as 700."""
+    """out = exp(-x) for x >= 0, within one unit in the last place. This loop becomes vector code, libm's exp does not. Above 700 counts as 700."""
     bits = out.view(np.int64)
     for b in range(len(x)):
         y = x[b] if x[b] < 700.0 else 700.0
@@ -74,7 +74,7 @@ def adam_flush(i, now, u, m, v, last, tables, lr):
 # ------------------------------------------------------------------------------------------------ statistics
 def fit_threshold(sizes, hits, trials) -> dict[str, float]:
     """N_c of a collapse curve: logistic fit P = sigmoid(b (ln N - ln N_c)) to `hits` of `trials`, with Jeffreys' penalty, which keeps it finite when the data
-    separate perfectly. Returns nc, its 95 % profile-likelihood interval (low, high), the slope b, and width: N at P 0.98 over N at P 0.02, with its interval."""
+    separate perfectly. Returns nc, its 95 % profile-likelihood interval (low, high), the slope b, and width: N at P 0.98 over N at P 0.02, low, high."""
     x, hits, trials = np.log(np.asarray(sizes, float)), np.asarray(hits, float), np.asarray(trials, float)
     spread = x.max() - x.min() + 1e-9
 
@@ -86,8 +86,8 @@ def fit_threshold(sizes, hits, trials) -> dict[str, float]:
         det = total * (w * x * x).sum(-1) - mean * mean
         return loglik + 0.5 * np.log(np.maximum(det, 1e-300))
 
-    slopes = np.geomspace(0.3, 60, 120)
-    centres = np.linspace(x.min() - 0.5 * spread, x.max() + 0.5 * spread, 400)
+    slopes = np.geomspace(0.3, 60, 80)
+    centres = np.linspace(x.min() - 0.5 * spread, x.max() + 0.5 * spread, 160)
     for _ in range(2):  # coarse, then fine around the interval
         table = profile(centres, slopes)
         curve = table.max(0)
@@ -97,7 +97,7 @@ def fit_threshold(sizes, hits, trials) -> dict[str, float]:
         lowest, highest = centres[inside[0]], centres[inside[-1]]
         by_slope = table.max(1)
         steep = slopes[by_slope > by_slope.max() - 1.9207]
-        centres = np.linspace(low, high, 400)
+        centres = np.linspace(low, high, 160)
     return {
         "nc": math.exp(best),
         "low": math.exp(lowest),
@@ -130,6 +130,11 @@ def row(sweep: str, quantity: str, paper, ours: float, low: float = math.nan, hi
         ok = low <= last and high >= first if not math.isnan(low) else abs(ours - first) <= 0.5 * 10.0 ** -max(len(f"{first}".partition(".")[2]), 0)
         verdict = "inside" if ok else f"outside, ours/paper {ours / (0.5 * (first + last)):.2f}" if first + last else "outside"
     return {"sweep": sweep, "quantity": quantity, "paper": paper, "ours": ours, "low": low, "high": high, "verdict": verdict, "note": note}
+
+
+def share_row(sweep: str, quantity: str, paper, hits: int, trials: int, note: str = "") -> dict:
+    """A row for a share of runs, with its Wilson interval."""
+    return row(sweep, quantity, paper, hits / trials, *wilson(hits, trials), f"{hits} of {trials}{note}")
 
 
 def nc_row(curve: dict, paper, sweep: str) -> dict:
