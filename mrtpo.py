@@ -35,11 +35,11 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from common import envs
-from common.engine import Sampling, make_engine
+from common.engine import EngineError, Sampling, make_engine
 from common.packing import EMPTY, PackedBatch, check_packing, forward_hidden, micro_batches, pack, pack_rows
-from common.policies import TinyConfig, load_policy, stop_token_ids, token_spans
+from common.policies import PolicyError, TinyConfig, load_policy, stop_token_ids, token_spans
 from common.processes import Processes, full_weights, load_training_state, no_sync, training_state
-from common.run import Panel, Run, distributed, parse_args, read_jsonl, reduce_metrics
+from common.run import ArgumentError, Panel, Run, RunError, distributed, parse_args, read_jsonl, reduce_metrics
 from common.viewer import write_credit_html
 from kernels.js_divergence import js_distance_from_hidden
 
@@ -65,7 +65,7 @@ class Args:
     """seed of data order and sampling; every sample has its own stream from (seed, update, task, sample)"""
     num_updates: int = 100
     """rollout-and-update rounds"""
-    eval_every: int = 10
+    eval_every: int = 5
     """updates between evaluations on the unseen split (0: only at the start and the end)"""
     eval_tasks: int = 128
     """evaluation tasks, greedy decoding"""
@@ -549,10 +549,8 @@ def episode_record(step, r: Response, i: int, names, advantages, varies, weights
 
 def viewer_episode(record: dict) -> dict:
     """One line of episodes.jsonl as an entry of credit.html: a strip per reward with its credit A_k * w, then their normalised sum."""
-    strips = [
-        {"name": name, "values": v["credit"], "scale": "diverging", "note": f"A = {v['advantage']:+.2f}" + ("" if v["replayed"] else ", uniform (not replayed)")}
-        for name, v in record["rewards"].items()
-    ]
+    notes = {name: f"A = {v['advantage']:+.2f}" + ("" if v["replayed"] else ", uniform (not replayed)") for name, v in record["rewards"].items()}
+    strips = [{"name": name, "values": v["credit"], "scale": "diverging", "note": notes[name]} for name, v in record["rewards"].items()]
     strips += [
         {"name": f"{name}: distance", "values": v["distance"], "scale": "sequential", "note": "JS distance", "domain": [0, 1]}
         for name, v in record["rewards"].items()
@@ -575,7 +573,7 @@ def viewer_episode(record: dict) -> dict:
 
 
 def check_args(args: Args) -> None:
-    """Raises ValueError for values that cannot work, before anything is loaded."""
+    """Raises ArgumentError for values that cannot work, before anything is loaded."""
     bounds = {
         "num_updates": 1, "eval_every": 0, "eval_tasks": 1, "save_every": 0, "groups_per_update": 1, "max_new_tokens": 1, "update_epochs": 1,
         "num_minibatches": 1, "micro_batch_tokens": 1, "lr_warmup_updates": 0, "beta_warmup": 0, "kl_coef": 0, "tis_cap": 0, "advantage_eps": 0,
@@ -583,21 +581,21 @@ def check_args(args: Args) -> None:
     }  # fmt: skip
     for name, low in bounds.items():
         if not getattr(args, name) >= low:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least {low}")
+            raise ArgumentError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least {low}")
     for name in ("temperature", "max_grad_norm", "opsd_temperature"):
         if not getattr(args, name) > 0:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be above 0")
+            raise ArgumentError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be above 0")
     for name in ("beta", "opsd_beta", "clip_low"):
         if not 0 <= getattr(args, name) <= 1:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)}: must lie in [0, 1]")
+            raise ArgumentError(f"--{name.replace('_', '-')} {getattr(args, name)}: must lie in [0, 1]")
     if args.group_size < 2:
-        raise ValueError(f"--group-size {args.group_size}: group normalisation needs at least 2 responses")
+        raise ArgumentError(f"--group-size {args.group_size}: group normalisation needs at least 2 responses")
     if not args.max_weight >= 1:
-        raise ValueError(f"--max-weight {args.max_weight}: a cap under the mean weight 1 cannot keep the mean")
+        raise ArgumentError(f"--max-weight {args.max_weight}: a cap under the mean weight 1 cannot keep the mean")
     if args.num_minibatches > args.groups_per_update:
-        raise ValueError(f"--num-minibatches {args.num_minibatches}: more than the {args.groups_per_update} groups of an update")
+        raise ArgumentError(f"--num-minibatches {args.num_minibatches}: more than the {args.groups_per_update} groups of an update")
     if args.credit == "opsd" and args.response_weighting != "none":
-        raise ValueError("--credit opsd uses no rewards: --response-weighting has nothing to weight")
+        raise ArgumentError("--credit opsd uses no rewards: --response-weighting has nothing to weight")
 
 
 def main(args: Args) -> Run:
@@ -605,10 +603,10 @@ def main(args: Args) -> Run:
     processes = Processes()
     device, world, rank = processes.device, processes.world, processes.rank
     if args.groups_per_update % world or args.groups_per_update // world < args.num_minibatches:
-        raise ValueError(f"--groups-per-update {args.groups_per_update}: must be a multiple of {world} processes, with --num-minibatches groups or more each")
+        raise ArgumentError(f"--groups-per-update {args.groups_per_update}: must be a multiple of {world} processes, with --num-minibatches groups or more each")
     engine_kind = ("vllm" if device.type == "cuda" else "torch") if args.engine == "auto" else args.engine
     if args.rollout_format == "fp8_kv" and engine_kind == "torch":
-        raise ValueError("--rollout-format fp8_kv: the torch engine keeps its cache in the model's precision; use --engine vllm")
+        raise ArgumentError("--rollout-format fp8_kv: the torch engine keeps its cache in the model's precision; use --engine vllm")
     bf16 = args.precision == "bf16" or (args.precision == "auto" and device.type == "cuda")
     amp = (lambda: torch.autocast(device.type, torch.bfloat16)) if bf16 else nullcontext
 
@@ -686,7 +684,10 @@ def main(args: Args) -> Run:
     engine.weight_version = first_update
     sync_engine()
     if first_update == 0:
-        run.log(evaluate(), step=0)
+        start = evaluate()
+        run.log(start, step=0)
+        if len(shown := [key for key in start if key.startswith("eval/reward/")]) <= 4:
+            run.key_metrics = [*run.key_metrics, *shown]
 
     for update in range(first_update, args.num_updates):
         started = time.perf_counter()
@@ -829,7 +830,7 @@ def main(args: Args) -> Run:
         mismatch = (old_logprobs - rollout_logprobs).double().clamp(-20, 20)
         measured_gap = args.credit != "opsd"
         n_tokens, n_all, n = float(offset[-1]), float(len(everything)), float(len(responses))
-        no_spread = {g: True for g in group_ids.tolist()} | {g: False for g, v in zip(group_ids.tolist(), varies.any(1).tolist()) if v}
+        no_spread = dict.fromkeys(group_ids.tolist(), True) | {g: False for g, v in zip(group_ids.tolist(), varies.any(1).tolist()) if v}
         add(
             {
                 "charts/episodic_return": (float(rewards.nansum()), n),
@@ -844,7 +845,7 @@ def main(args: Args) -> Run:
                 "rollout/logprob_absdiff_max": (float(absdiff.max()) if n else 0.0, n * measured_gap),
                 "rollout/k3": (float((mismatch.exp() - 1 - mismatch).sum()), n_tokens * measured_gap),
                 "mrtpo/beta": (beta, 1.0),
-                "mrtpo/replayed_pair_frac": (spent["pairs"], n * rewards.shape[1] if n else 0.0),
+                "mrtpo/replayed_pair_frac": (spent["pairs"], float((~rewards.isnan()).sum())),
                 "mrtpo/replayed_response_frac": (spent["responses"], n),
                 "mrtpo/replay_tokens_per_response_token": (spent["tokens"], n_tokens),
                 "mrtpo/max_weight_max": (float(weights.max()) if n else 0.0, n),
@@ -882,11 +883,14 @@ def main(args: Args) -> Run:
     engine.close()
     env.close()
     if processes.is_main:
-        records = read_jsonl(run.folder / "episodes.jsonl")
-        write_credit_html(run.folder / "credit.html", [viewer_episode(r) for r in records], f"mrtpo.py on {args.env}", f"credit {args.credit}, beta {args.beta}")
+        episodes = [viewer_episode(record) for record in read_jsonl(run.folder / "episodes.jsonl")]
+        write_credit_html(run.folder / "credit.html", episodes, f"mrtpo.py on {args.env}", f"credit {args.credit}, beta {args.beta}")
     run.finish(PANELS)
     return run
 
 
 if __name__ == "__main__":
-    sys.exit(main(parse_args(Args)).exit_code)
+    try:
+        sys.exit(main(parse_args(Args)).exit_code)
+    except (ArgumentError, envs.DataError, PolicyError, EngineError, RunError) as error:  # what a user can mend; anything else shows its traceback
+        sys.exit(f"{type(error).__name__}: {error}")
