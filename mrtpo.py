@@ -36,7 +36,7 @@ from torch.utils.checkpoint import checkpoint
 
 from common import envs
 from common.engine import EngineError, Sampling, make_engine
-from common.packing import EMPTY, PackedBatch, check_packing, forward_hidden, micro_batches, pack, pack_rows
+from common.packing import EMPTY, PackedBatch, check_packing, forward_hidden, micro_batches, pack_rows
 from common.policies import PolicyError, TinyConfig, load_policy, stop_token_ids, token_spans
 from common.processes import Processes, full_weights, load_training_state, no_sync, training_state
 from common.run import ArgumentError, Panel, Run, RunError, distributed, parse_args, read_jsonl, reduce_metrics
@@ -451,34 +451,27 @@ def replay(
 
     forward_tokens, pairs = 0, 0
     for batch in rounds(batches):
-        unique: dict[tuple[int, ...], dict[tuple[int, ...], int]] = {}  # prompt -> response -> slot, in packing order below
+        rows: dict[tuple, int] = {}  # (prompt, response) -> its row: equal pairs are computed once
+        compared: dict[tuple[int, int], list[tuple[int, list[int]]]] = {}  # rows under P_all and P_without_k -> [(response, its columns of q)]
         for i, p_all, variants in batch:
-            for prompt in (p_all, *(p for _, p in variants)):
-                unique.setdefault(tuple(prompt), {}).setdefault(tuple(responses[i].token_ids), 0)
-        packed = pack([(list(p), [list(r) for r in rs]) for p, rs in unique.items()], share, pad_id) if batch else EMPTY
-        hidden = hidden_of(packed)  # [M, D]
-        forward_tokens += packed.num_tokens if batch else 0
-        starts = (packed.lengths.cumsum(0) - packed.lengths).tolist()
-        slot = iter(starts)
-        for rs in unique.values():
-            for r in rs:
-                rs[r] = next(slot)
-        ref_rows, var_rows, places = [], [], []
-        for i, p_all, variants in batch:
-            key, span = tuple(responses[i].token_ids), torch.arange(lengths[i])
+            response = tuple(responses[i].token_ids)
+            reference = rows.setdefault((tuple(p_all), response), len(rows))
             for columns, prompt in variants:
-                ref_rows.append(unique[tuple(p_all)][key] + span)
-                var_rows.append(unique[tuple(prompt)][key] + span)
-                places.append((i, columns))
+                compared.setdefault((reference, rows.setdefault((tuple(prompt), response), len(rows))), []).append((i, columns))
                 pairs += len(columns)
-        if not places:
+        packed = pack_rows(list(rows), share, pad_id) if batch else EMPTY
+        hidden = hidden_of(packed)  # [M, D]
+        if not batch:
             continue
-        device = hidden.device
-        distance = js_distance_from_hidden(
-            hidden[torch.cat(ref_rows).to(device)], hidden[torch.cat(var_rows).to(device)], head[0], bias=head[1], temperature=temperature
-        )
-        for (i, columns), d in zip(places, distance.double().cpu().split([lengths[i] for i, _ in places])):
-            q[offset[i] : offset[i + 1], columns] = d[:, None]
+        forward_tokens += packed.num_tokens
+        starts = packed.lengths.cumsum(0) - packed.lengths
+        spans = [torch.arange(int(packed.lengths[a])) for a, _ in compared]
+        at_all, at_without = (torch.cat([starts[pair[side]] + span for pair, span in zip(compared, spans)]).to(hidden.device) for side in (0, 1))
+        weight, bias = (x if x is None else x.to(hidden.dtype) for x in head)
+        distance = js_distance_from_hidden(hidden[at_all], hidden[at_without], weight, bias=bias, temperature=temperature).double().cpu()
+        for places, d in zip(compared.values(), distance.split([len(span) for span in spans])):
+            for i, columns in places:
+                q[offset[i] : offset[i + 1], columns] = d[:, None]
     return q, {"tokens": float(forward_tokens), "pairs": float(pairs), "responses": float(len(jobs))}
 
 
@@ -603,7 +596,7 @@ def main(args: Args) -> Run:
     processes = Processes()
     device, world, rank = processes.device, processes.world, processes.rank
     if args.groups_per_update % world or args.groups_per_update // world < args.num_minibatches:
-        raise ArgumentError(f"--groups-per-update {args.groups_per_update}: must be a multiple of {world} processes, with --num-minibatches groups or more each")
+        raise ArgumentError(f"--groups-per-update {args.groups_per_update}: must be a multiple of {world} processes, --num-minibatches or more groups each")
     engine_kind = ("vllm" if device.type == "cuda" else "torch") if args.engine == "auto" else args.engine
     if args.rollout_format == "fp8_kv" and engine_kind == "torch":
         raise ArgumentError("--rollout-format fp8_kv: the torch engine keeps its cache in the model's precision; use --engine vllm")
@@ -726,15 +719,12 @@ def main(args: Args) -> Run:
         beta = args.beta * min(1.0, update / args.beta_warmup if args.beta_warmup else 1.0)
         q = torch.full((offset[-1], len(names)), torch.nan, dtype=torch.float64)
         spent = {"tokens": 0.0, "pairs": 0.0, "responses": 0.0}
-        replay_args = dict(
-            encode_prompt=lambda m: encode(tokenizer, m), responses=responses, names=names, temperature=args.temperature,
-            max_tokens=args.micro_batch_tokens, share=share, pad_id=pad_id, rounds=processes.rounds,
-        )  # fmt: skip
         with run.timer("replay"), amp():
             if args.credit in ("mrtpo", "joint", "shuffled") and beta > 0:
                 q, spent = replay(
-                    lambda batch: (policy if args.parallel == "fsdp2" else bare)(batch.to(device), hidden_only=True),
-                    bare.head(), wanted=varies, joint=args.credit == "joint", **replay_args,
+                    lambda batch: bare(batch.to(device), hidden_only=True), bare.head(), lambda m: encode(tokenizer, m), responses, names, wanted=varies,
+                    joint=args.credit == "joint", temperature=args.temperature, max_tokens=args.micro_batch_tokens, share=share, pad_id=pad_id,
+                    rounds=processes.rounds,
                 )  # fmt: skip
             weights = credit_weights(q, response_ids, len(responses), beta, args.max_weight)  # [N, K]
             if args.credit == "shuffled":

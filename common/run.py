@@ -60,6 +60,10 @@ FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 T = TypeVar("T")
 
 
+class ArgumentError(ValueError):
+    """A flag has a value that cannot work. The text names the flag, the value and what would."""
+
+
 # ---------------------------------------------------------------------------------------------------------------------- arguments
 
 
