@@ -82,7 +82,7 @@ class Args:
     """prompts per update, over all processes"""
     group_size: int = 8
     """responses per prompt"""
-    max_new_tokens: int = 80
+    max_new_tokens: int = 96
     """response length limit"""
     temperature: float = 1.0
     """of sampling, of every log-prob in the loss and of the replayed distributions"""

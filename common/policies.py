@@ -55,7 +55,7 @@ class TinyConfig:
     context: int = 2048
     init_std: float = 0.08  # about 1 / sqrt(width); with transformers' 0.02 the policy learns to copy identifiers several times later
     rope_theta: float = 100.0  # prompts are short: the slowest rotation turns once in 630 tokens
-    steps: int = 1200  # optimizer steps of the warm start
+    steps: int = 1500  # optimizer steps of the warm start
     batch_size: int = 16  # conversations per step
     learning_rate: float = 5e-3
     seed: int = 1

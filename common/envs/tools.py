@@ -594,14 +594,15 @@ def _tasks(split: str, count: int, seed: int) -> list[dict[str, Any]]:
     return tasks
 
 
+def _spoken(value: Any) -> str:
+    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
+
+
 def demonstrate(task: dict[str, Any], rng: random.Random) -> list[Message]:
-    """The prompt and a scripted response with both rewards 1: 5 to 12 words of reasoning, sometimes with filler, then the reference call."""
+    """The prompt and a scripted response with both rewards 1: a short plan with the values it found, sometimes with filler, then the reference call."""
     calls = reference_calls(task["answers"], task["functions"])
-    if len(calls) == 1:
-        thought = f"call {calls[0]['name']} with {' and '.join(calls[0]['arguments']) or 'nothing'}"
-        thought += " only" if len(thought.split()) < 5 else ""
-    else:
-        thought = "call " + " and then call ".join(call["name"] for call in calls)
+    plans = [f"{call['name']} with {' , '.join(f'{k} {_spoken(v)}' for k, v in call['arguments'].items()) or 'nothing'}" for call in calls]
+    thought = "call " + " and then call ".join(plans)
     filler = rng.choice(FILLERS)
     thought = f"{filler} {thought}" if filler else thought
     response = f"<think>{thought}</think><tool_call>{render_calls(calls)}</tool_call>"
