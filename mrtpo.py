@@ -94,7 +94,7 @@ class Args:
     """passes over each rollout"""
     num_minibatches: int = 1
     """optimizer steps per pass; with one step in all the ratio is exactly 1"""
-    micro_batch_tokens: int = 16384
+    micro_batch_tokens: int = 4096
     """most tokens in one forward pass; gradients do not depend on it"""
     clip_low: float = 0.2
     """ratio is clipped below at 1 - clip_low"""
@@ -348,11 +348,11 @@ def token_logprobs(
     """
 
     def chunk(h: torch.Tensor, w: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        logits = F.linear(h, w, bias).float() / temperature  # [n, V]
-        logz = logits.logsumexp(-1)
+        logits = F.linear(h, w, bias).float()  # [n, V]
+        logp = (logits if temperature == 1 else logits / temperature).log_softmax(-1)
         with torch.no_grad():
-            entropy = logz - ((logits - logz[:, None]).exp() * logits).sum(-1)
-        return logits.gather(1, ids[:, None])[:, 0] - logz, entropy
+            entropy = -logp.exp().mul_(logp).sum(-1)
+        return logp.gather(1, ids[:, None])[:, 0], entropy
 
     size = max(1, max_elements // weight.shape[0])
     if len(hidden) <= size:
