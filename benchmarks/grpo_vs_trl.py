@@ -1,6 +1,7 @@
 """One GRPO update, side by side: TRL's GRPOTrainer and mrtpo.py --credit grpo. Same tiny Llama, prompts, reward and hyperparameters.
 
-    pip install torch==2.13.0 transformers==5.24.0 trl==1.16.0 accelerate==1.15.0 datasets==5.2.0 numpy tyro safetensors tokenizers jinja2 matplotlib tqdm psutil
+    pip install torch==2.13.0 transformers==5.24.0 trl==1.16.0 accelerate==1.15.0 datasets==5.2.0 \\
+        numpy==2.4.6 tyro safetensors tokenizers jinja2 matplotlib tqdm psutil
     python benchmarks/grpo_vs_trl.py --repeats 10
 
 Both sides run their real program from end to end, each in a process of its own: `GRPOTrainer.train()` here, `mrtpo.main()` there. Nothing is
@@ -77,7 +78,7 @@ def build(folder: Path) -> None:
             pad_token_id=tokenizer.pad_token_id,
             bos_token_id=None,
             eos_token_id=tokenizer.eos_token_id,
-        )  # fmt: skip
+        )
     )
     with torch.no_grad():  # the first component of every state is large and positive, and speaks against the end token only
         lm.get_input_embeddings().weight.normal_(std=0.2)[:, 0] = 1.0
@@ -104,10 +105,11 @@ class Pace:
         self.pipe.send(report | {"peak": memory("VmHWM"), "before": self.before})
         if not self.pipe.recv():
             os._exit(0)  # measured; the end of the run (last evaluation, checkpoint) is not part of an update
-        self.started = time.perf_counter()
+        self.started, self.cpu = time.perf_counter(), time.process_time()
 
-    def seconds(self) -> float:
-        return time.perf_counter() - self.started
+    def spent(self) -> dict[str, float]:
+        """Seconds since the turn began: on the clock, and of all threads together."""
+        return {"total": time.perf_counter() - self.started, "cpu": time.process_time() - self.cpu}
 
 
 # -------------------------------------------------------------------------------------------------------------------------------- TRL
@@ -159,16 +161,37 @@ def trl_side(pipe, folder: Path, threads: int, micro_batch: int) -> None:
                 first["parts"].clear()
 
         def on_step_end(self, *args, **kwargs):
-            total = self.pace.seconds()
-            self.pace.wait(total=total, generation=spent[0])
+            self.pace.wait(**self.pace.spent(), generation=spent[0])
             spent[0] = 0.0
 
     config = GRPOConfig(
-        output_dir=str(folder / "trl"), use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none", disable_tqdm=True, save_strategy="no", seed=1,
-        max_steps=10_000, per_device_train_batch_size=micro_batch, gradient_accumulation_steps=PROMPTS * SAMPLES // micro_batch, num_generations=SAMPLES,
-        max_completion_length=NEW_TOKENS, temperature=1.0, beta=0.0, epsilon=0.2, loss_type="dapo", scale_rewards="group", num_iterations=1,
-        learning_rate=LEARNING_RATE, lr_scheduler_type="constant", optim="adamw_torch_fused", adam_beta1=0.9, adam_beta2=0.95, weight_decay=0.0, max_grad_norm=1.0,
-    )  # fmt: skip
+        output_dir=str(folder / "trl"),
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        report_to="none",
+        disable_tqdm=True,
+        save_strategy="no",
+        seed=1,
+        max_steps=10_000,
+        per_device_train_batch_size=micro_batch,
+        gradient_accumulation_steps=PROMPTS * SAMPLES // micro_batch,
+        num_generations=SAMPLES,
+        max_completion_length=NEW_TOKENS,
+        temperature=1.0,
+        beta=0.0,
+        epsilon=0.2,
+        loss_type="dapo",
+        scale_rewards="group",
+        num_iterations=1,
+        learning_rate=LEARNING_RATE,
+        lr_scheduler_type="constant",
+        optim="adamw_torch_fused",
+        adam_beta1=0.9,
+        adam_beta2=0.95,
+        weight_decay=0.0,
+        max_grad_norm=1.0,
+    )
     rows = [{"prompt": [{"role": "user", "content": t["content"]}]} for t in tasks]
     Trainer(model, reward, config, Dataset.from_list(rows), processing_class=tokenizer, callbacks=[Turns()]).train()
 
@@ -215,7 +238,7 @@ def our_side(pipe, folder: Path, threads: int) -> None:
                 self.pace.wait()
                 return
             assert metrics["charts/episodic_length"] == NEW_TOKENS and metrics["rollout/truncated_frac"] == 1
-            self.pace.wait(total=self.pace.seconds(), generation=seconds["rollout"], training=seconds["train"])
+            self.pace.wait(**self.pace.spent(), generation=seconds["rollout"], training=seconds["train"])
 
     mrtpo.Run = PacedRun
     mrtpo.main(
@@ -239,7 +262,7 @@ def our_side(pipe, folder: Path, threads: int) -> None:
             clip_high=0.2,
             kl_coef=0.0,
             max_grad_norm=1.0,
-        )  # fmt: skip
+        )
     )
 
 
@@ -334,6 +357,9 @@ def main() -> None:
     ratios = [a["total"] / b["total"] for a, b in zip(times["TRL"], times["ours"])]
     medians = {side: statistics.median(t["total"] for t in times[side]) for side in sides}
     print(f"TRL / ours: {medians['TRL'] / medians['ours']:.2f} by medians; neighbouring pairs {spread(ratios)}")
+    cpu = {side: [t["cpu"] for t in times[side]] for side in sides}
+    print(f"processor seconds an update (little changed by other load): TRL {spread(cpu['TRL'])}, ours {spread(cpu['ours'])}")
+    print(f"TRL / ours: {statistics.median(cpu['TRL']) / statistics.median(cpu['ours']):.2f} by their medians")
     for side in sides:
         peak, before = last[side]["peak"], last[side]["before"]
         print(f"{side:5} memory: {peak:.0f} MiB at most, {peak - before:.0f} MiB above the {before:.0f} MiB before the first update")
