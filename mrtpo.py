@@ -90,10 +90,10 @@ class Args:
     """constant after the warm-up; for the tiny policy (paper-size models: about 1e-6) [deduced]"""
     lr_warmup_updates: int = 5
     """linear warm-up of the learning rate [deduced]"""
-    update_epochs: int = 1
-    """passes over each rollout"""
+    update_epochs: int = 2
+    """passes over each rollout; in the first step after a rollout the ratio is exactly 1"""
     num_minibatches: int = 1
-    """optimizer steps per pass; with one step in all the ratio is exactly 1"""
+    """optimizer steps per pass"""
     micro_batch_tokens: int = 4096
     """most tokens in one forward pass; gradients do not depend on it"""
     clip_low: float = 0.2
@@ -467,9 +467,13 @@ def replay(
         starts = packed.lengths.cumsum(0) - packed.lengths
         spans = [torch.arange(int(packed.lengths[a])) for a, _ in compared]
         at_all, at_without = (torch.cat([starts[pair[side]] + span for pair, span in zip(compared, spans)]).to(hidden.device) for side in (0, 1))
+        # responses that begin alike share hidden states: each pair of states is compared once
+        states = packed.predict_index.to(hidden.device)
+        _, inverse = torch.unique(states[at_all] * packed.input_ids.numel() + states[at_without], return_inverse=True)
+        first = torch.empty_like(inverse[: int(inverse.max()) + 1]).scatter_(0, inverse, torch.arange(len(inverse), device=hidden.device))
         weight, bias = (x if x is None else x.to(hidden.dtype) for x in head)
-        distance = js_distance_from_hidden(hidden[at_all], hidden[at_without], weight, bias=bias, temperature=temperature).double().cpu()
-        for places, d in zip(compared.values(), distance.split([len(span) for span in spans])):
+        distance = js_distance_from_hidden(hidden, hidden[at_without[first]], weight, bias=bias, temperature=temperature, ref_index=at_all[first])
+        for places, d in zip(compared.values(), distance[inverse].double().cpu().split([len(span) for span in spans])):
             for i, columns in places:
                 q[offset[i] : offset[i + 1], columns] = d[:, None]
     return q, {"tokens": float(forward_tokens), "pairs": float(pairs), "responses": float(len(jobs))}
@@ -747,14 +751,13 @@ def main(args: Args) -> Run:
             for group in optimizer.param_groups:
                 group["lr"] = lr
             policy.train()
-            many_steps = args.update_epochs * args.num_minibatches > 1
             items = [(r.prompt_ids, r.token_ids) for r in responses]
             old_logprobs = torch.zeros(offset[-1])
 
             def token_index(batch: list[int], offset: list[int] = offset) -> torch.Tensor:
                 return torch.cat([torch.arange(offset[i], offset[i + 1]) for i in batch])
 
-            if many_steps:  # the ratio's anchor; with a single step it is the detached current value
+            if args.num_minibatches > 1:  # the ratio's anchor; without minibatches it is the detached value of the first pass
                 with torch.no_grad(), amp():
                     for batch in processes.rounds(list(micro_batches(items, args.micro_batch_tokens))):
                         packed = pack_rows([items[i] for i in batch], share, pad_id) if batch else EMPTY
@@ -766,9 +769,11 @@ def main(args: Args) -> Run:
                 for part in range(args.num_minibatches):
                     chosen = set(order[part :: args.num_minibatches].tolist()) if args.num_minibatches > 1 else set(range(args.groups_per_update))
                     rows = [i for i, r in enumerate(responses) if r.group in chosen]
-                    totals = processes.all_sum(torch.tensor([float(sum(len(items[i][1]) for i in rows)), float(len(rows))], dtype=torch.float64)).clamp(min=1)
+                    totals = processes.all_sum(torch.tensor([float(sum(len(items[i][1]) for i in rows)), float(len(rows))], dtype=torch.float64))
+                    if totals[0] == 0:  # every verifier failed: no step, which would only follow old momentum
+                        continue
                     batches = [[rows[i] for i in b] for b in micro_batches([items[i] for i in rows], args.micro_batch_tokens)]
-                    batches = list(processes.rounds(batches)) or [[]]
+                    batches = list(processes.rounds(batches))
                     optimizer.zero_grad(set_to_none=True)
                     for number, batch in enumerate(batches):
                         packed = (pack_rows([items[i] for i in batch], share, pad_id) if batch else EMPTY).to(device)
@@ -794,7 +799,7 @@ def main(args: Args) -> Run:
                                 else:
                                     with amp():
                                         logprobs, entropy = policy(packed, args.temperature)
-                                    if not many_steps:
+                                    if epoch == 0 and args.num_minibatches == 1:
                                         old_logprobs[index] = logprobs.detach().cpu()
                                     reference = None
                                     if start_policy is not None:
