@@ -15,6 +15,8 @@ import sys
 import time
 from pathlib import Path
 
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # read when torch.compile is first used: no pool of compiler processes beside the timings
+
 import torch
 import torch.nn.functional as F
 

@@ -189,7 +189,7 @@ def _run(x: torch.Tensor, rule: _Rule, want_value: bool, want_code: bool, check:
     if backend == "triton" and not _TRITON:
         raise RuntimeError("backend='triton' needs the triton package and a GPU build of torch, or TRITON_INTERPRET=1 set before the first import")
     run = {"triton": _run_triton, "torch": _run_torch, "reference": lambda *a: _run_torch(*a, rounding=_cast)}[backend]
-    value, code, scale = run(x.reshape(-1, x.shape[-1]).contiguous(), rule, want_value, want_code)
+    value, code, scale = run(x.reshape(x.numel() // max(1, x.shape[-1]), x.shape[-1]).contiguous(), rule, want_value, want_code)
     if check if check is not None else x.device.type == "cpu":
         seen = x if rule.static is not None else scale  # amax carries a NaN or an infinity into its scale
         if not torch.isfinite(seen.sum()) and not torch.isfinite(x).all():
