@@ -15,7 +15,7 @@ class Processes:
     """Rank, world size and device of this process, and sums, maxima and unions over all of them."""
 
     def __init__(self) -> None:
-        self.accelerator = Accelerator(cpu=not torch.accelerator.is_available())  # without cpu=True accelerate sees one process on a machine without accelerator
+        self.accelerator = Accelerator(cpu=not torch.accelerator.is_available())  # else accelerate sees one process on a machine without accelerator
         self.device, self.rank, self.world = self.accelerator.device, self.accelerator.process_index, self.accelerator.num_processes
         self.is_main = self.accelerator.is_main_process
 
