@@ -126,7 +126,10 @@ def network_group(args, grid, readout: str, base: int, n: int, doses: tuple, tau
         nets, rng = grid.bases[key], np.random.default_rng([args.seed, 3])
         probe_y = np.repeat([1.0, -1.0], 128)
         probe = torch.tensor(number_pairs(rng, probe_y, args.digits))
-        plain_k = [empirical_kernel({k: v[s] for k, v in nets.items()}, probe, "antisymmetric" if readout == "controlled" else readout, 0.0) for s in seeds]
+        if ("kernel", *key) not in grid.bases:
+            free = "antisymmetric" if readout == "controlled" else readout  # the dose is added below
+            grid.bases["kernel", *key] = [empirical_kernel({k: v[s] for k, v in nets.items()}, probe, free, 0.0) for s in seeds]
+        plain_k = grid.bases["kernel", *key]
         k_d0 = np.array([np.trace(k) / len(k) for k in plain_k])
         pick = torch.tensor([seed for _, _, seed in grid_axes])
         net = {name: p[pick].clone() for name, p in nets.items()}

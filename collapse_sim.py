@@ -103,15 +103,15 @@ class Args:
     """digits of each of the two numbers compared (paper: six-digit comparison)"""
     width: int = 32
     """embedding width of the transformer (deduced)"""
-    layers: int = 2
+    layers: int = 1
     """transformer blocks (deduced)"""
     net_seeds: int = 6
     """networks per setting, trained side by side (paper: 6)"""
     net_epochs: int = 60
     """self-reward epochs (deduced)"""
-    net_eta: float = 2.0
+    net_eta: float = 10.0
     """self-reward learning rate in units of 1/k_d, so that one visit moves a logit as in the solvable model (deduced)"""
-    pretrain_lr: float = 0.001
+    pretrain_lr: float = 0.0015
     """Adam learning rate of the supervised steps that make the base networks (deduced)"""
     # language-model measurement
     measure_llm: bool = False
@@ -202,25 +202,25 @@ def amplification_mixed(
     return total
 
 
+@functools.cache
+def answer_tuples(choices: int, answers: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """All M**K answer tuples (T, K), their counts (T, M), each answer's chance to win the vote under fair ties (T, M), and the winner's share (T,)."""
+    tuples = np.array(list(np.ndindex(*(choices,) * answers)))
+    counts = (tuples[:, :, None] == np.arange(choices)).sum(1)
+    top = counts == counts.max(1, keepdims=True)
+    return tuples, counts, top / top.sum(1, keepdims=True), counts.max(1) / answers
+
+
 def softmax_drift(z: np.ndarray, answers: int = 3, estimator: str = "reinforce") -> np.ndarray:
-    """Mean drift of M logits by enumeration of all M**K answer tuples; tied votes go to a fair draw. z: (M,) float or complex -> (M,)."""
+    """Mean drift of M logits by enumeration of all answer tuples; tied votes go to a fair draw. z: (M,) float or complex -> (M,)."""
     z = np.asarray(z)
-    m = len(z)
+    tuples, counts, wins, share = answer_tuples(len(z), answers)
     p = np.exp(z - z.real.max())
     p = p / p.sum()
-    drift = np.zeros(m, p.dtype)
-    for index in np.ndindex(*(m,) * answers):
-        counts = np.bincount(index, minlength=m)
-        winners = np.flatnonzero(counts == counts.max())
-        share = counts.max() / answers
-        for w in winners:
-            e = np.zeros(m)
-            e[w] = share
-            g = share * ((np.arange(m) == w) - p) if estimator == "reinforce" else share * ((e > 0) * 1.0 - counts / answers)
-            if estimator == "grpo":
-                g = g / math.sqrt(share * (1 - share)) if share < 1 else 0 * g
-            drift = drift + np.prod(p[list(index)]) * g / len(winners)
-    return drift
+    g = share[:, None] * (wins - (p if estimator == "reinforce" else counts / answers))  # (T, M)
+    if estimator == "grpo":
+        g = g / np.sqrt(np.where(share < 1, share * (1 - share), 1))[:, None]  # unanimous: g is 0 already
+    return np.prod(p[tuples], 1) @ g
 
 
 def amplification_softmax(a: float, choices: int, answers: int = 3, estimator: str = "reinforce", dt: float = 0.05) -> float:
@@ -613,6 +613,10 @@ class Grid:
     def curve(self, name: str, s: Setting, centre: float = 0.0) -> dict:
         """Collapse curve over N around the predicted N_c (or `centre`), widened until it starts below 0.15 and ends above 0.85, and its logistic fit."""
         unit = s.choices if s.choices > 2 else 2
+        if s.lam == 0 or gain_of(s) == 0:
+            raise ValueError(
+                f"lambda {s.lam:g}, {s.init}: Lambda = lambda^2 N G is 0 for every N, so there is no threshold to look for; --what confident shows such starts"
+            )
         centre = centre or LAMBDA_C / (s.lam**2 * gain_of(s))
         points = {}
 
@@ -710,7 +714,7 @@ def sweep_batch(args, grid, base):
     return {"rows": rows, "curves": curves}
 
 
-HETEROGENEOUS = ("uniform:0.25,0.75", "uniform:0,1", "normal:1", "exponential:1", "uniform:0,1.5", "uniform:0,2", "mix:0.3,0.5,3.2")  # deduced
+HETEROGENEOUS = ("uniform:0.25,0.75", "uniform:0,1", "normal:1", "exponential:1", "uniform:0,1.5", "uniform:0,2", "mix:0.3,0.3,2")  # deduced
 
 
 def sweep_heterogeneous(args, grid, base):

@@ -139,6 +139,7 @@ def share_row(sweep: str, quantity: str, paper, hits: int, trials: int, note: st
 
 def nc_row(curve: dict, paper, sweep: str) -> dict:
     note = f"G {curve['g']:.4f}, Lambda_c {curve['lambda_nc']:.2f}"
+    note += "" if max(curve["share"]) > 0.5 else f"; extrapolated, at most {max(curve['share']):.2f} collapse up to N {curve['sizes'][-1]}"
     return row(sweep, f"N_c, {curve['name']}", paper, curve["nc"], curve["low"], curve["high"], note)
 
 

@@ -420,6 +420,11 @@ def test_bad_arguments(change, message, tmp_path):
     assert not (tmp_path / "x").exists()
 
 
+def test_no_threshold_to_look_for(tmp_path):
+    with pytest.raises(ValueError, match=r"lambda 0.1, point:1.4: Lambda = lambda\^2 N G is 0"):
+        sim.main(sim.Args(out=str(tmp_path / "x"), init="point:1.4", threads=1))
+
+
 def test_initial_distributions():
     q = (np.arange(1000) + 0.5) / 1000
     assert np.allclose(sim.magnitudes("uniform:0.5,2.5", 1000), 0.5 + 2 * q)
