@@ -86,7 +86,7 @@ class Args:
     """response length limit"""
     temperature: float = 1.0
     """of sampling, of every log-prob in the loss and of the replayed distributions"""
-    learning_rate: float = 1e-3
+    learning_rate: float = 5e-4
     """constant after the warm-up; for the tiny policy (paper-size models: about 1e-6) [deduced]"""
     lr_warmup_updates: int = 5
     """linear warm-up of the learning rate [deduced]"""

@@ -668,7 +668,8 @@ class SqlEnv:
         good, query = parse_response(action)
         score = Score(0.0, 0.0, NO_QUERY) if query is None else score_query(task, query, self.mode, self.timeout_s, self.max_rows)
         rewards = {"format": float(good), "executes": score.executes, "result": score.result}
-        texts = {"format": FORMAT_REQUIREMENT, "executes": score.message, "result": task["query"]}
+        # the message comes last: prompts that show these texts then share all but their end between the responses of a task
+        texts = {"format": FORMAT_REQUIREMENT, "result": task["query"], "executes": score.message}
         info: dict[str, Any] = {"success": score.result, "rewards": rewards, "verifier_text": texts, "query": query}
         if score.error:
             info["error"] = score.error
