@@ -1,0 +1,75 @@
+"""The repository's own promises: documented lines exist, repeated regions are equal, no flag is dead, shipped policies are current."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from common import envs, policies
+
+ROOT = Path(__file__).parent.parent
+SCRIPTS = sorted(p for p in ROOT.glob("*.py"))
+TRAINING = [p for p in SCRIPTS if "class Policy(" in p.read_text()]
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda p: p.name)
+def test_formula_tables_point_at_the_right_lines(page):
+    """A row of a formula table names `file.py:LINE` and, in backticks after it, the code that stands there."""
+    for name, line, fragment in re.findall(r"`([\w/]+\.py):(\d+)` `([^`]+)`", page.read_text()):
+        lines = (ROOT / name).read_text().splitlines()
+        assert fragment in lines[int(line) - 1], f"{page.name}: {name}:{line} is {lines[int(line) - 1]!r}, not {fragment!r}"
+
+
+def regions(path):
+    return dict(re.findall(r"# region (\w+)\n(.*?)# endregion", path.read_text(), re.S))
+
+
+def test_regions_are_byte_identical_in_every_script():
+    seen = {}
+    for path in SCRIPTS:
+        for name, body in regions(path).items():
+            assert seen.setdefault(name, body) == body, f"region {name} of {path.name} differs"
+    assert seen, "no region found: the pattern or the marks are broken"
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda p: p.name)
+def test_every_flag_is_documented_and_read(path):
+    tree = ast.parse(path.read_text())
+    [args] = [n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "Args"] or [None]
+    if args is None:
+        pytest.fail(f"{path.name} has no Args dataclass")
+    fields = [n.target.id for n in args.body if isinstance(n, ast.AnnAssign)]
+    for node, after in zip(args.body, args.body[1:] + [None]):
+        if isinstance(node, ast.AnnAssign):
+            assert isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant), f"--{node.target.id} has no help line"
+    read = set(re.findall(r"\bargs\.(\w+)", path.read_text()))
+    by_run = {"env", "seed", "out", "resume", "track", "num_updates"}  # read by common/run.py
+    assert not set(fields) - read - by_run, "flags that nothing reads"
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda p: p.name)
+def test_first_line_points_to_an_existing_docs_page_and_readme_lists_the_script(path):
+    first = path.read_text().splitlines()[0]
+    assert first == f"# docs: docs/{path.stem}.md"
+    assert (ROOT / "docs" / f"{path.stem}.md").exists()
+    assert f"[`{path.name}`]" in (ROOT / "README.md").read_text()
+
+
+def test_common_and_kernels_import_no_script():
+    for path in [*(ROOT / "common").rglob("*.py"), *(ROOT / "kernels").rglob("*.py")]:
+        imported = {n.module for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.ImportFrom)} | {
+            a.name for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Import) for a in n.names
+        }
+        assert not imported & {p.stem for p in SCRIPTS}, path
+
+
+@pytest.mark.parametrize("env", ["sql", "instructions", "tools"])
+def test_shipped_policies_belong_to_the_present_demonstrations(env, monkeypatch, tmp_path):
+    """Fails after a change to a generator, the warm-start text or TinyConfig: run benchmarks/build_policies.py."""
+    import mrtpo
+
+    monkeypatch.setattr(policies, "train_tiny", lambda *a: pytest.fail("not shipped: run benchmarks/build_policies.py"))
+    monkeypatch.setenv("CLEANAGENTRL_CACHE", str(tmp_path))
+    folder = policies.build_tiny(mrtpo.warm_start_conversations(envs.load(env)), policies.TinyConfig())
+    assert folder.parent == policies.SHIPPED
