@@ -258,6 +258,8 @@ def our_side(pipe, folder: Path, threads: int) -> None:
             temperature=1.0,
             learning_rate=LEARNING_RATE,
             lr_warmup_updates=0,
+            update_epochs=1,
+            num_minibatches=1,
             clip_low=0.2,
             clip_high=0.2,
             kl_coef=0.0,
