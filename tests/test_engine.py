@@ -105,6 +105,30 @@ def clean_prompts(lengths, seed=0):
     return [[token % (VOCAB - 2) + 2 for token in prompt] for prompt in prompts_of(lengths, seed)]  # neither pad nor eos
 
 
+# -- first, while no other vLLM lives in this process --------------------------------------------------------------------------------------------
+
+
+def test_vllm_leaves_the_trainer_alone():
+    need_module("vllm")
+    model = tiny_llama()
+
+    def state():
+        return (
+            torch.get_num_threads(),
+            torch.set_num_threads,
+            os.sched_getaffinity(0),
+            torch.get_default_dtype(),
+            torch.get_rng_state().tolist(),
+            random.getstate(),
+        )
+
+    before = state()
+    make_engine("vllm", model, kv_cache_memory_bytes=2**26).close()
+    assert state() == before
+    assert not torch.distributed.is_initialized()  # a trainer may still set up its own group
+    assert model.training
+
+
 # -- both engines ----------------------------------------------------------------------------------------------------------------------------------
 
 
@@ -682,6 +706,9 @@ class StandIn:
 @pytest.fixture
 def stand_in(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", types.SimpleNamespace(SamplingParams=lambda **options: options))
+    monkeypatch.setattr(VLLMEngine, "in_use", [])
+    monkeypatch.setattr(VLLMEngine, "retired", [])
+    monkeypatch.setattr(VLLMEngine, "group_is_trainers", False)
     monkeypatch.setattr(VLLMEngine, "probe", lambda self, model: self.gap)
     monkeypatch.setattr(VLLMEngine, "gap", 0.0, raising=False)
     model = tiny_llama()
@@ -834,6 +861,7 @@ def test_vllm_tied_output_layer_follows_a_sync(name):
 def test_two_vllm_engines_and_closing_one():
     need_module("vllm")
     models = [tiny_llama(seed).eval() for seed in (0, 1)]
+    others = list(VLLMEngine.in_use)
     first, second = (make_engine("vllm", model, kv_cache_memory_bytes=2**26) for model in models)
     assert first.probe(models[0]) < TOLERANCE and second.probe(models[1]) < TOLERANCE
     first.close()
@@ -842,25 +870,5 @@ def test_two_vllm_engines_and_closing_one():
     with pytest.raises(EngineError, match="closed"):
         first.sync(models[0])
     second.close()
-    assert not VLLMEngine.in_use and not VLLMEngine.retired
-
-
-def test_vllm_leaves_the_trainer_alone():
-    need_module("vllm")
-    model = tiny_llama()
-
-    def state():
-        return (
-            torch.get_num_threads(),
-            torch.set_num_threads,
-            os.sched_getaffinity(0),
-            torch.get_default_dtype(),
-            torch.get_rng_state().tolist(),
-            random.getstate(),
-        )
-
-    before = state()
-    make_engine("vllm", model, kv_cache_memory_bytes=2**26).close()
-    assert state() == before
-    assert not torch.distributed.is_initialized()  # a trainer may still set up its own group
-    assert model.training
+    assert VLLMEngine.in_use == others
+    assert len(VLLMEngine.retired) >= 2 if others else not VLLMEngine.retired
