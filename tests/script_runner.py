@@ -102,27 +102,17 @@ def kill_inside_checkpoint(number: int) -> None:
     os.rename = rename
 
 
-def interrupt_in_update(number: int, signum: int = signal.SIGINT) -> None:
-    """Sends the signal to the process itself while update `number` is rolled out (the evaluation at the start is rollout 0)."""
-    from common.engine import TorchEngine
-
-    real, seen = TorchEngine.generate, [-1]
-
-    def generate(self, *args, **keywords):
-        seen[0] += 1
-        if seen[0] == number:
-            os.kill(os.getpid(), signum)
-        return real(self, *args, **keywords)
-
-    TorchEngine.generate = generate
+def interrupt_after_generate(number: int) -> None:
+    """Ctrl-C when answers were sampled for the time `number`."""
+    after_generate(number, lambda: os.kill(os.getpid(), signal.SIGINT))
 
 
 def limit_file_size(limit: int) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 
 
-def remove_after_rollout(number: int, paths: Sequence[str]) -> None:
-    """Takes files away after the answers of update `number` were sampled and before they are verified."""
+def after_generate(number: int, act: Callable[[], object]) -> None:
+    """Acts when answers were sampled for the time `number` (from 0, evaluations count) and before they are verified."""
     from common.engine import TorchEngine
 
     real, seen = TorchEngine.generate, [-1]
@@ -131,11 +121,26 @@ def remove_after_rollout(number: int, paths: Sequence[str]) -> None:
         samples = real(self, *args, **keywords)
         seen[0] += 1
         if seen[0] == number:
-            for path in paths:
-                os.remove(path)
+            act()
         return samples
 
     TorchEngine.generate = generate
+
+
+def remove_after_generate(number: int, path: str) -> None:
+    after_generate(number, lambda: os.remove(path))
+
+
+def verifier_fails_after_generate(number: int) -> None:
+    """From then on every SQL verdict is an error."""
+    from common.envs.sql import SqlEnv
+
+    def step(self, action):
+        names = ("format", "executes", "result")
+        nan = float("nan")
+        return "", nan, True, False, {"success": nan, "rewards": dict.fromkeys(names, nan), "verifier_text": dict.fromkeys(names, ""), "error": "gone"}
+
+    after_generate(number, lambda: setattr(SqlEnv, "step", step))
 
 
 def keep_gradients(path: str) -> None:

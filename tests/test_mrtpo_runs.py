@@ -3,7 +3,6 @@
 All runs share one small warm-started policy and one Spider folder of 18 questions. See script_runner.py for how they are started.
 """
 
-import copy
 import functools
 import json
 import math
@@ -325,11 +324,11 @@ def test_run_folder(shop):
         assert all(x <= 0 for x in e["logprobs"])
         assert tokenizer.decode(e["prompt_ids"]) == e["prompt"]
     page = (r.folder / "credit.html").read_text()
-    assert "<think>" not in page
+    assert "<think>" not in page  # what a model wrote is never markup
     assert "<|end|>" not in page
-    for e in r.episodes:
-        tokens = json.dumps(e["tokens"], ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-        assert tokens in page  # every token, escaped
+    shown = json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)[1])["episodes"]
+    assert [e["tokens"] for e in shown] == [e["tokens"] for e in r.episodes]
+    assert "<|end|>" in shown[0]["tokens"] + shown[1]["tokens"]
 
 
 def test_the_fork_is_what_the_command_line_is(shop):
@@ -498,11 +497,10 @@ def test_killed_inside_a_checkpoint(shop, whole):
 
 
 def test_ctrl_c_saves_and_resumes(shop, whole):
-    r = shop.run(hook=functools.partial(script_runner.interrupt_in_update, 3), num_updates=4, save_every=0)
+    r = shop.run(hook=functools.partial(script_runner.interrupt_after_generate, 3), num_updates=4, save_every=0)
     assert r.code == 130
     assert "stopping after this update, with a checkpoint" in r.output
-    step = newest_checkpoint(r.folder)[1]["step"]
-    assert 0 < step < 4
+    assert newest_checkpoint(r.folder)[1]["step"] == 2  # generations: evaluation, update 1, update 2, evaluation
     assert (r.folder / "credit.html").exists()
     second = shop.resume(r.folder)
     second.ok()
@@ -582,13 +580,13 @@ def test_disk_full_while_saving(shop):
 def test_a_database_that_vanishes(shop):
     """Its responses are counted and take no part; the other database's still train, and nothing becomes NaN."""
     data = spider(shop.folder / "vanishing")
-    hook = functools.partial(script_runner.remove_after_rollout, 2, [str(data / "database" / "dog" / "dog.sqlite")])
+    hook = functools.partial(script_runner.remove_after_generate, 2, str(data / "database" / "dog" / "dog.sqlite"))
     r = shop.run(hook=hook, env=f"sql:{data}", num_updates=4, groups_per_update=6)
     r.ok()
     fractions = [m["rollout/error_frac"] for m in r.metrics[1:]]
     assert fractions[0] == 0
-    assert sum(fractions[1:]) == pytest.approx(2 * 6 / 12 * 1.5, abs=0.6)  # half of the questions, over whole passes of the 12
-    assert 0 < max(fractions) < 1
+    assert 0.5 < fractions[2] + fractions[3] <= 1  # the six dogs among the twelve questions of a pass; an answer without a query needs no database
+    assert max(fractions) < 1
     assert all(v is not None and math.isfinite(v) for m in r.metrics for v in m.values())
     assert all(bool(w.isfinite().all()) for w in r.weights.values())
     last = r.metrics[-1]
@@ -598,18 +596,15 @@ def test_a_database_that_vanishes(shop):
 
 def test_every_response_fails(shop):
     """No data, no step: the weights stay, and the run goes on."""
-    data = spider(shop.folder / "gone")
-    paths = [str(p) for p in data.glob("database/*/*.sqlite")]
-    r = shop.run(hook=functools.partial(script_runner.remove_after_rollout, 2, paths), env=f"sql:{data}", num_updates=3, save_every=1, eval_every=1)
+    hook = functools.partial(script_runner.verifier_fails_after_generate, 2)
+    r = shop.run(hook=hook, num_updates=3, save_every=1, eval_every=0)
     r.ok()
     assert [m["rollout/error_frac"] for m in r.metrics[1:]] == [0, 1, 1]
-    assert [m["eval/error_frac"] for m in r.metrics] == [0, 0, 1, 1]
+    assert r.metrics[-1]["eval/error_frac"] == 1
     assert "eval/success" not in r.metrics[-1]  # unknown is not 0
     assert "charts/success" not in r.metrics[-1]
     assert "reward/format" not in r.metrics[-1]
     assert all(v is not None and math.isfinite(v) for m in r.metrics for v in m.values())
     checkpoints = sorted((r.folder / "checkpoints").glob("0*"))
-    weights = [copy.deepcopy(newest_checkpoint(c)[2]["state"]["model"]) for c in checkpoints]
     assert [c.name for c in checkpoints] == ["00000002", "00000003"]
-    assert equal(weights[0], weights[1])
-    assert equal(r.weights, weights[0])
+    assert equal(*(newest_checkpoint(c)[2]["state"] for c in checkpoints))
