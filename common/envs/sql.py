@@ -39,7 +39,8 @@ RESPONSE_MAX_CHARS = 100_000
 NO_ERROR = "executed without error"
 SYSTEM_PROMPT = (
     "You write one SQLite query that answers the question about the database below. First reason briefly, then give the query: "
-    f"{THINK_OPEN} your reasoning {THINK_CLOSE} {SQL_OPEN} your query {SQL_CLOSE}. Each tag once, in this order, and no other text."
+    f"{THINK_OPEN} your reasoning {THINK_CLOSE} {SQL_OPEN} your query {SQL_CLOSE}. Each tag once, in this order, and no other text. For example:\n"
+    f"{THINK_OPEN} the table pet, its rows with weight over 3 {THINK_CLOSE} {SQL_OPEN} SELECT count(*) FROM pet WHERE weight > 3 {SQL_CLOSE}"
 )
 
 # ---------------------------------------------------------------------------------------------------------------------------------------------------
