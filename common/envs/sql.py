@@ -39,9 +39,15 @@ RESPONSE_MAX_CHARS = 100_000
 NO_ERROR = "executed without error"
 SYSTEM_PROMPT = (
     "You write one SQLite query that answers the question about the database below. First reason briefly, then give the query: "
-    f"{THINK_OPEN} your reasoning {THINK_CLOSE} {SQL_OPEN} your query {SQL_CLOSE}. Each tag once, in this order, and no other text. For example:\n"
-    f"{THINK_OPEN} the table pet, its rows with weight over 3 {THINK_CLOSE} {SQL_OPEN} SELECT count(*) FROM pet WHERE weight > 3 {SQL_CLOSE}"
+    f"{THINK_OPEN} your reasoning {THINK_CLOSE} {SQL_OPEN} your query {SQL_CLOSE}. Each tag once, in this order, and no other text."
 )
+WORKED_EXAMPLE = [  # stands before the question: small models follow a shown answer sooner than a described one
+    {"role": "user", "content": "pet ( Pet_ID int primary key , Name text , Weight int ) ;\nHow many pets weigh more than 3?"},
+    {
+        "role": "assistant",
+        "content": f"{THINK_OPEN} table pet , rows with Weight over 3 {THINK_CLOSE} {SQL_OPEN} SELECT count(*) FROM pet WHERE Weight > 3 {SQL_CLOSE}",
+    },
+]
 
 # ---------------------------------------------------------------------------------------------------------------------------------------------------
 # Embedded tasks: words
@@ -635,7 +641,7 @@ def parse_response(text: str) -> tuple[bool, str | None]:
 
 def messages_for(task: dict[str, Any]) -> list[Message]:
     user = {"role": "user", "content": f"{task['schema']}\n{task['question']}"}
-    return [{"role": "system", "content": task["system"]}, user] if task.get("system") else [user]
+    return [{"role": "system", "content": task["system"]}, *WORKED_EXAMPLE, user] if task.get("system") else [user]
 
 
 @dataclass(frozen=True)
