@@ -333,6 +333,7 @@ def test_threshold_fit_recovers_the_truth():
 
 
 def test_intervals_and_verdicts():
+    assert tools.wilson(0, 24)[0] == 0.0 and tools.wilson(24, 24)[1] == 1.0
     assert tools.wilson(0, 24) == pytest.approx((0.0, 0.1380), abs=1e-3)
     assert tools.wilson(5, 10) == pytest.approx((0.2366, 0.7634), abs=1e-4)
     assert tools.row("s", "q", 536, 520.0, 500.0, 540.0)["verdict"] == "inside"
