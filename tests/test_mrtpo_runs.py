@@ -26,7 +26,7 @@ LR = 1e-3
 BASE = {
     "groups_per_update": 4,
     "group_size": 4,
-    "max_new_tokens": 26,
+    "max_new_tokens": 32,
     "num_updates": 2,
     "eval_every": 2,
     "eval_tasks": 3,
@@ -328,7 +328,7 @@ def test_run_folder(shop):
     assert "<|end|>" not in page
     shown = json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)[1])["episodes"]
     assert [e["tokens"] for e in shown] == [e["tokens"] for e in r.episodes]
-    assert "<|end|>" in shown[0]["tokens"] + shown[1]["tokens"]
+    assert any("<|end|>" in e["tokens"] for e in shown)
 
 
 def test_the_fork_is_what_the_command_line_is(shop):
@@ -557,7 +557,7 @@ def test_bad_models(shop):
     other = model_copy(shop, "other")
     (other / "config.json").write_text(json.dumps({"model_type": "t5", "d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}))
     for model, text in (
-        (short, r"train task '\S+' has \d+ prompt tokens, with --max-new-tokens 26 more than the context of 64 of --model"),
+        (short, r"train task '\S+' has \d+ prompt tokens, with --max-new-tokens 32 more than the context of 64 of --model"),
         (mute, r"has no chat template"),
         (broken, r"does not keep the prompt as a prefix of the conversation"),
         (other, r"not a folder or hub id of a causal language model"),
