@@ -447,7 +447,7 @@ def test_number_pairs():
 
 
 def test_readouts():
-    args = tiny_args()
+    args = tiny_args(layers=2)
     net = tools.init_network([5, 6], 2, 8, 2)
     net["bias"] += 0.7
     x = torch.tensor(tools.number_pairs(np.random.default_rng(0), np.ones(6), 2))[None].expand(2, -1, -1)
