@@ -1,14 +1,16 @@
 """Speed of kernels/ against plain references, torch.compile and Liger: one command, one table.
 
     python benchmarks/kernels.py                 # on a GPU when there is one, else on the CPU; under 4 minutes
-    python benchmarks/kernels.py --device cpu --threads 1
+    python benchmarks/kernels.py --device cpu
 
 Needs torch >= 2.11; triton >= 3.6 on a GPU; numba on a CPU; liger-kernel for its two rows (GPU only). Every row's result is compared with the reference first.
 GB/s counts the bytes that the operation must read and write, GFLOP/s the arithmetic of its formula (an exponential is one); the percentages are shares of this
-machine's copy bandwidth and float32 matmul rate (bfloat16 on a GPU), measured in the same run. Times are the fastest of several calls.
+machine's copy bandwidth and float32 matmul rate (bfloat16 on a GPU), measured in the same run. Times are the fastest of several calls; on a CPU they are
+processor time of one thread.
 """
 
 import argparse
+import ctypes
 import os
 import subprocess
 import sys
@@ -28,16 +30,16 @@ BUDGET = 0.5  # seconds of repeats per row
 
 
 def fastest(call, device: str) -> float:
-    """Seconds of the fastest call within the budget, after one warm-up."""
-    sync = torch.cuda.synchronize if device == "cuda" else lambda: None
+    """Seconds of the fastest call within the budget, after one warm-up: wall time on a GPU, processor time on a CPU, which other programs disturb less."""
+    sync, clock = (torch.cuda.synchronize, time.perf_counter) if device == "cuda" else (lambda: None, time.process_time)
     call()
     sync()
     best, spent, calls = float("inf"), 0.0, 0
     while calls < 3 or (spent < BUDGET and calls < 50):
-        start = time.perf_counter()
+        start = clock()
         call()
         sync()
-        took = time.perf_counter() - start
+        took = clock() - start
         best, spent, calls = min(best, took), spent + took, calls + 1
         if took > 3:
             break
@@ -168,8 +170,6 @@ def ceilings(device: str) -> tuple[float, float]:
 
 def memory() -> None:
     """Prints the peak of memory beyond inputs already held, as a multiple of the inputs, for the CPU paths (Linux)."""
-    import ctypes
-
     ctypes.CDLL(None).mallopt(-3, 2**20)  # every larger block goes back to the system when freed, so that peaks are real
 
     def peak() -> int:
@@ -196,17 +196,18 @@ def memory() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--threads", type=int, default=0, help="CPU threads of torch (0: its default)")
     parser.add_argument("--memory", action="store_true", help="only the memory of the CPU paths")
     args = parser.parse_args()
     if args.memory:
         return memory()
-    if args.threads:
-        torch.set_num_threads(args.threads)
     device = args.device
+    torch.set_num_threads(1)  # processor time adds threads up
+    if device == "cpu" and sys.platform == "linux":  # keep freed memory, as a training process does in effect: fresh pages cost more than a scan
+        for parameter in (-3, -1):  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
+            ctypes.CDLL(None).mallopt(parameter, 2**30)
     began = time.time()
     copy, matmul = ceilings(device)
-    name = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    name = torch.cuda.get_device_name() if device == "cuda" else "CPU, one thread"
     lines = [f"{'operation':<16} {'shape':<24} {'variant':<28} {'ms':>9} {'x':>8} {'GB/s':>7} {'copy':>5} {'GFLOP/s':>8} {'matmul':>6} {'error':>8}"]
     for operation, shape, size, flops, tolerance, rows in operations(device):
         base, want = None, None

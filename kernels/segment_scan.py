@@ -231,6 +231,41 @@ def _numba_loops():
                 i += step
 
     @numba.njit(cache=True, nogil=True)
+    def cumsum(values, cu, mask, has_mask, exclusive, out):
+        # Four positions at a time, so that only every fourth addition waits for the one before; unsigned, so that no index is tested for being negative.
+        for s in range(len(cu) - 1):
+            y, on, x = values[cu[s] : cu[s + 1]], mask[cu[s] : cu[s + 1]], out[cu[s] : cu[s + 1]]
+            carry = 0.0
+            for j in range(len(y) // 4):
+                i0 = np.uint64(4 * j)
+                i1, i2, i3 = i0 + np.uint64(1), i0 + np.uint64(2), i0 + np.uint64(3)
+                a, b, c, d = np.float64(y[i0]), np.float64(y[i1]), np.float64(y[i2]), np.float64(y[i3])
+                if has_mask:
+                    a = a if on[i0] else 0.0
+                    b = b if on[i1] else 0.0
+                    c = c if on[i2] else 0.0
+                    d = d if on[i3] else 0.0
+                ab = a + b
+                after = carry + (ab + (c + d))
+                if exclusive:
+                    x[i0] = carry
+                    x[i1] = carry + a
+                    x[i2] = carry + ab
+                    x[i3] = carry + (ab + c)
+                else:
+                    x[i0] = carry + a
+                    x[i1] = carry + ab
+                    x[i2] = carry + (ab + c)
+                    x[i3] = after
+                carry = after
+            for j in range(len(y) - len(y) % 4, len(y)):
+                a = np.float64(y[j])
+                if has_mask:
+                    a = a if on[j] else 0.0
+                x[j] = carry if exclusive else carry + a
+                carry += a
+
+    @numba.njit(cache=True, nogil=True)
     def stats(values, cu, mask, has_mask, count, mean, second, ess, largest):
         for s in range(len(cu) - 1):
             n = 0
@@ -249,16 +284,22 @@ def _numba_loops():
             count[s], mean[s], second[s], largest[s] = n, s1 / some, s2 / some, high
             ess[s] = s1 * s1 / s2 if s2 > 0 else s2
 
-    return scan, stats
+    return scan, cumsum, stats
 
 
 def _scan_numba(values, decay, cu, mask, mask_values, reverse, order):
     values = values.to(torch.promote_types(values.dtype, torch.float32))
     out = torch.empty_like(values)
-    decay = torch.ones(1, dtype=torch.float64) if decay is None else decay.to(torch.promote_types(decay.dtype, torch.float32))
     on = torch.ones(1, dtype=torch.bool) if mask is None else mask
+    scan, cumsum, _ = _numba_loops()
+    if decay is None:  # then a transposed scan is an inclusive one, and a reverse one reads views from the end
+        arrays = [x.numpy()[::-1] if reverse else x.numpy() for x in (values, on, out)]
+        starts = (values.numel() - cu.flip(0)) if reverse else cu
+        cumsum(arrays[0], starts.numpy(), arrays[1], mask is not None and mask_values, order == _EXCLUSIVE, arrays[2])
+        return out
+    decay = decay.to(torch.promote_types(decay.dtype, torch.float32))
     step = int(decay.numel() != 1)
-    _numba_loops()[0](values.numpy(), decay.contiguous().numpy(), step, cu.numpy(), on.numpy(), mask is not None, mask_values, reverse, order, out.numpy())
+    scan(values.numpy(), decay.contiguous().numpy(), step, cu.numpy(), on.numpy(), mask is not None, mask_values, reverse, order, out.numpy())
     return out
 
 
@@ -267,7 +308,7 @@ def _stats_numba(values, cu, mask):
     S = cu.numel() - 1
     result = SegmentStats(torch.empty(S, dtype=torch.int64), *(torch.empty(S, dtype=values.dtype) for _ in range(4)))
     on = torch.ones(1, dtype=torch.bool) if mask is None else mask
-    _numba_loops()[1](values.numpy(), cu.numpy(), on.numpy(), mask is not None, *(r.numpy() for r in result))
+    _numba_loops()[2](values.numpy(), cu.numpy(), on.numpy(), mask is not None, *(r.numpy() for r in result))
     return result
 
 
