@@ -603,6 +603,7 @@ def test_every_response_fails(shop):
     assert r.metrics[-1]["eval/error_frac"] == 1
     assert "eval/success" not in r.metrics[-1]  # unknown is not 0
     assert "charts/success" not in r.metrics[-1]
+    assert "losses/grad_norm" not in r.metrics[-1]
     assert "reward/format" not in r.metrics[-1]
     assert all(v is not None and math.isfinite(v) for m in r.metrics for v in m.values())
     checkpoints = sorted((r.folder / "checkpoints").glob("0*"))
