@@ -37,7 +37,7 @@ def test_every_flag_is_documented_and_read(path):
     tree = ast.parse(path.read_text())
     [args] = [n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "Args"]
     fields = [n.target.id for n in args.body if isinstance(n, ast.AnnAssign)]
-    for node, after in zip(args.body, args.body[1:] + [None]):
+    for node, after in zip(args.body, [*args.body[1:], None]):
         if isinstance(node, ast.AnnAssign):
             assert isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant), f"--{node.target.id} has no help line"
     text = "".join(p.read_text() for p in ROOT.glob(f"{path.stem.split('_')[0]}*.py"))  # a script and its companion
