@@ -352,7 +352,7 @@ def token_logprobs(
         logp = (logits if temperature == 1 else logits / temperature).log_softmax(-1)
         with torch.no_grad():
             entropy = -logp.exp().mul_(logp).sum(-1)
-        return logp.gather(1, ids[:, None])[:, 0], entropy
+        return logp.gather(1, ids[:, None]).squeeze(1).clone(), entropy  # FSDP2 hooks want no views
 
     size = max(1, max_elements // weight.shape[0])
     if len(hidden) <= size:
@@ -411,16 +411,18 @@ def replay(
     share: bool,
     pad_id: int,
     rounds: Callable[[list], Iterator] = iter,
+    context: int = sys.maxsize,
 ) -> tuple[torch.Tensor, dict[str, float]]:
     """(3) q [N, K] float64 over the flat response tokens, NaN for pairs that were not replayed.
 
     Each response is scored once under P_all and once under P_without_k for every wanted k with text; with `joint` once
     under the prompt without any block, for all k. Equal (prompt, response) pairs are computed once. `rounds` lets
-    several processes make the same number of passes.
+    several processes make the same number of passes. A response whose P_all does not fit the context is not replayed, but counted.
     """
     lengths = [len(r.token_ids) for r in responses]
     offset = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     q = torch.full((int(offset[-1]), len(names)), torch.nan, dtype=torch.float64)
+    overlong = 0
     encoded: dict[tuple, list[int]] = {}  # (group, removed block, texts) -> prompt ids
     jobs: list[tuple[int, list[int], list[tuple[list[int], list[int]]]]] = []  # response, its P_all, [(columns, P_without)]
     for i, r in enumerate(responses):
@@ -435,6 +437,9 @@ def replay(
                 encoded[key] = encode_prompt(with_blocks(r.messages, blocks))
             return encoded[key]
 
+        if len(prompt_without(None)) + lengths[i] > context:
+            overlong += 1
+            continue
         variants = [(columns, prompt_without("*"))] if joint else [([k], prompt_without(names[k])) for k in columns]
         jobs.append((i, prompt_without(None), variants))
 
@@ -476,7 +481,7 @@ def replay(
         for places, d in zip(compared.values(), distance[inverse].double().cpu().split([len(span) for span in spans])):
             for i, columns in places:
                 q[offset[i] : offset[i + 1], columns] = d[:, None]
-    return q, {"tokens": float(forward_tokens), "pairs": float(pairs), "responses": float(len(jobs))}
+    return q, {"tokens": float(forward_tokens), "pairs": float(pairs), "responses": float(len(jobs)), "overlong": float(overlong)}
 
 
 # -------------------------------------------------------------------------------------------------------- reports
@@ -722,13 +727,13 @@ def main(args: Args) -> Run:
         # --- (2) (3) (4) replay and weights
         beta = args.beta * min(1.0, update / args.beta_warmup if args.beta_warmup else 1.0)
         q = torch.full((offset[-1], len(names)), torch.nan, dtype=torch.float64)
-        spent = {"tokens": 0.0, "pairs": 0.0, "responses": 0.0}
+        spent = {"tokens": 0.0, "pairs": 0.0, "responses": 0.0, "overlong": 0.0}
         with run.timer("replay"), amp():
             if args.credit in ("mrtpo", "joint", "shuffled") and beta > 0:
                 q, spent = replay(
                     lambda batch: bare(batch.to(device), hidden_only=True), bare.head(), lambda m: encode(tokenizer, m), responses, names, wanted=varies,
                     joint=args.credit == "joint", temperature=args.temperature, max_tokens=args.micro_batch_tokens, share=share, pad_id=pad_id,
-                    rounds=processes.rounds,
+                    rounds=processes.rounds, context=context,
                 )  # fmt: skip
             weights = credit_weights(q, response_ids, len(responses), beta, args.max_weight)  # [N, K]
             if args.credit == "shuffled":
@@ -750,7 +755,6 @@ def main(args: Args) -> Run:
             lr = args.learning_rate * min(1.0, (update + 1) / args.lr_warmup_updates if args.lr_warmup_updates else 1.0)
             for group in optimizer.param_groups:
                 group["lr"] = lr
-            policy.train()
             items = [(r.prompt_ids, r.token_ids) for r in responses]
             old_logprobs = torch.zeros(offset[-1])
 
@@ -764,6 +768,7 @@ def main(args: Args) -> Run:
                         logprobs = policy(packed.to(device), args.temperature)[0].cpu()
                         if batch:
                             old_logprobs[token_index(batch)] = logprobs
+            policy.train()
             for epoch in range(args.update_epochs):
                 order = np.random.default_rng([args.seed, update, epoch]).permutation(args.groups_per_update)
                 for part in range(args.num_minibatches):
@@ -790,6 +795,8 @@ def main(args: Args) -> Run:
                                 token_weights = token_weights.float().to(device)
                                 if args.credit == "opsd":
                                     seen = [(encode(tokenizer, with_blocks(responses[i].messages, responses[i].blocks)), items[i][1]) for i in batch]
+                                    if max(len(p) + len(y) for p, y in seen) > context:
+                                        raise envs.DataError(f"--credit opsd: a prompt with its blocks and response exceeds the context of {context} tokens")
                                     with torch.no_grad(), amp():
                                         teacher = start_policy(pack_rows(seen, share, pad_id).to(device), hidden_only=True)
                                     with amp():
@@ -842,6 +849,7 @@ def main(args: Args) -> Run:
                 "mrtpo/beta": (beta, 1.0),
                 "mrtpo/replayed_pair_frac": (spent["pairs"], float((~rewards.isnan()).sum())),
                 "mrtpo/replayed_response_frac": (spent["responses"], n),
+                "mrtpo/replay_overlong_frac": (spent["overlong"], n),
                 "mrtpo/replay_tokens_per_response_token": (spent["tokens"], n_tokens),
                 "mrtpo/max_weight_max": (float(weights.max()) if n else 0.0, n),
                 **{f"reward/{name}": (float(rewards[:, k].nansum()), float((~rewards[:, k].isnan()).sum())) for k, name in enumerate(names)},
