@@ -657,7 +657,7 @@ def test_without_text_or_with_the_same_text_nothing_moves():
         r.blocks = dict.fromkeys(names, "")
     q, spent = do_replay(lm, names, responses, wanted)
     assert bool(q.isnan().all())
-    assert spent == {"tokens": 0.0, "pairs": 0.0, "responses": 0.0}  # no forward pass
+    assert spent == {"tokens": 0.0, "pairs": 0.0, "responses": 0.0, "overlong": 0.0}  # no forward pass
     w = mrtpo.credit_weights(q, torch.repeat_interleave(torch.arange(5), torch.tensor([3, 1, 7, 2, 4])), 5, 0.5, 5.0)
     assert torch.equal(w, torch.ones_like(w))  # uniform credit
     names, responses, wanted = replay_case()
@@ -870,3 +870,20 @@ def test_check_args_at_the_bounds():
     mrtpo.check_args(Args(beta=1.0, opsd_beta=0.0, eval_every=0, save_every=0, beta_warmup=0, lr_warmup_updates=0, num_updates=1))
     with pytest.raises(mrtpo.ArgumentError, match="--credit opsd uses no rewards"):
         mrtpo.check_args(Args(credit="opsd", response_weighting="saw"))
+
+
+def test_a_response_that_does_not_fit_the_context_with_its_blocks_is_counted_and_left_uniform():
+    lm = tiny_model()
+    names, responses, wanted = replay_case()
+    needed = [len(encode_words(mrtpo.with_blocks(r.messages, r.blocks))) + len(r.token_ids) for r in responses]
+    replayed = [i for i in range(len(responses)) if any(wanted[i, k] and responses[i].blocks[n] for k, n in enumerate(names))]
+    context = sorted(needed[i] for i in replayed)[-1] - 1
+    whole, _ = do_replay(lm, names, responses, wanted)
+    head = (lm.lm_head.weight, lm.lm_head.bias)
+    q, spent = mrtpo.replay(lambda b: forward_hidden(lm, b), head, encode_words, responses, names, wanted, False, 1.0, 10_000, True, 0, context=context)
+    too_long = [i for i in replayed if needed[i] > context]
+    assert spent["overlong"] == len(too_long) >= 1
+    at = 0
+    for i, r in enumerate(responses):
+        part, full, at = q[at : at + len(r.token_ids)], whole[at : at + len(r.token_ids)], at + len(r.token_ids)
+        assert bool(part.isnan().all()) if i in too_long else torch.equal(part.isnan(), full.isnan())
