@@ -8,6 +8,8 @@ import itertools
 import math
 import os
 import random
+import re
+import subprocess
 import sys
 import threading
 import types
@@ -872,3 +874,15 @@ def test_two_vllm_engines_and_closing_one():
     second.close()
     assert VLLMEngine.in_use == others
     assert len(VLLMEngine.retired) >= 2 if others else not VLLMEngine.retired
+
+
+def test_vllm_suite_passes_in_its_own_process(request):
+    """Everything here with vllm in its name, by a second pytest: see conftest.py."""
+    need_module("vllm")
+    environment = {**os.environ, "CLEANAGENTRL_VLLM_TESTS": "1"}
+    command = [sys.executable, "-m", "pytest", "-k", "vllm and not own_process", str(request.path)]
+    child = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)
+    print(child.stdout[-6000:])
+    assert child.returncode == 0, child.stdout[-6000:] + child.stderr[-2000:]
+    passed = int(re.search(r"(\d+) passed", child.stdout)[1])
+    assert passed >= 35, f"only {passed} tests with vLLM ran"

@@ -486,8 +486,8 @@ def test_real_spider():
         assert env.step("<think></think><sql>SELECT 'never this'</sql>")[4]["success"] == 0.0
     messages = env.reset(next(task for task in everything if task["db_id"] == "concert_singer"))
     assert [message["role"] for message in messages] == ["system", "user", "assistant", "user"] and all(tag in messages[0]["content"] for tag in sql.TAGS)
-    assert "singer ( Singer_ID int primary key , Name text" in messages[1]["content"]
-    assert "foreign key ( Stadium_ID ) references stadium ( Stadium_ID )" in messages[1]["content"]
+    assert "singer ( Singer_ID int primary key , Name text" in messages[-1]["content"]
+    assert "foreign key ( Stadium_ID ) references stadium ( Stadium_ID )" in messages[-1]["content"]
 
 
 def spider_folder(root: Path, records, train=None, databases=("a", "b", "c", "d", "e")) -> Path:
