@@ -39,7 +39,7 @@ from common.engine import EngineError, Sampling, make_engine
 from common.packing import EMPTY, PackedBatch, check_packing, forward_hidden, micro_batches, pack_rows
 from common.policies import PolicyError, TinyConfig, load_policy, stop_token_ids, token_spans
 from common.processes import Processes, full_weights, load_training_state, no_sync, training_state
-from common.run import ArgumentError, Panel, Run, RunError, distributed, parse_args, read_jsonl, reduce_metrics
+from common.run import ArgumentError, Panel, Run, RunError, distributed, is_maximum, parse_args, read_jsonl, reduce_metrics
 from common.viewer import write_credit_html
 from kernels.js_divergence import js_distance_from_hidden
 
@@ -663,7 +663,7 @@ def main(args: Args) -> Run:
         args,
         "mrtpo",
         total_updates=args.num_updates,
-        key_metrics=["eval/success", "charts/success", "charts/episodic_return", "charts/episodic_length"],
+        key_metrics=["eval/success", "eval/reward_mean", "charts/success", "charts/episodic_return", "charts/episodic_length"],
         **distributed(),
     )
     first_update, reached = 0, {}  # reached: reward -> first update whose mean was 0.8
@@ -678,6 +678,7 @@ def main(args: Args) -> Run:
         measured = [r for r in rs if not r.error]
         sums = {"eval/success": (sum(r.success for r in measured), len(measured)), "eval/length": (sum(len(r.token_ids) for r in rs), len(rs))}
         sums["eval/error_frac"] = (len(rs) - len(measured), len(rs))
+        sums["eval/reward_mean"] = (sum(v for r in measured for v in r.rewards.values()), sum(len(r.rewards) for r in measured))
         for name in processes.union({name for r in rs for name in r.rewards}):
             values = np.array([r.rewards.get(name, np.nan) for r in measured])
             sums[f"eval/reward/{name}"] = (float(np.nansum(values)), float(np.sum(~np.isnan(values))))
@@ -698,7 +699,7 @@ def main(args: Args) -> Run:
         def add(metrics: dict[str, tuple[float, float]], sums: dict[str, tuple[float, float]] = sums) -> None:
             for key, (total, count) in metrics.items():
                 old = sums.get(key, (0.0, 0.0))
-                sums[key] = (max(old[0], total) if key.endswith("_max") else old[0] + total, old[1] + count)
+                sums[key] = (max(old[0], total) if is_maximum(key) else old[0] + total, old[1] + count)
 
         # --- roll out
         with run.timer("rollout"):

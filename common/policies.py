@@ -161,9 +161,7 @@ def tiny_tokenizer(conversations: Sequence[Conversation], vocab_size: int) -> Pr
     # a number is the same token with and without a space before it, so copying one from prose into JSON is copying
     bpe.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(), pre_tokenizers.ByteLevel(add_prefix_space=False)])
     bpe.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=TINY_SPECIAL, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
-    )
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=TINY_SPECIAL, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
     bpe.train_from_iterator((m["content"] for c in conversations for m in c), trainer)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token="<|pad|>", eos_token="<|end|>", additional_special_tokens=TINY_SPECIAL[2:])
     tokenizer.chat_template = TINY_CHAT_TEMPLATE

@@ -176,10 +176,15 @@ def all_reduce(values: torch.Tensor, op: str) -> torch.Tensor:
     return moved.cpu()
 
 
+def is_maximum(key: str) -> bool:
+    """Whether a metric is reduced by maximum: ``..._max``, unless it is a reward of that name, which is a mean like every other reward."""
+    return key.endswith("_max") and "reward/" not in key
+
+
 def reduce_metrics(sums: dict[str, tuple[float, float]], reduce_fn: Callable[[torch.Tensor, str], torch.Tensor] = all_reduce) -> dict[str, float]:
     """Metrics over all ranks, each from (sum, count): the mean over everything counted, not a mean of means.
 
-    A key that ends in ``_max`` gives (largest value, count) and is reduced by maximum. A key whose count is 0 on every rank is left out.
+    A key for which ``is_maximum`` holds gives (largest value, count) and is reduced by maximum. A key whose count is 0 on every rank is left out.
     Every rank passes the same keys, with count 0 where it has nothing; else RunError.
     """
     keys = sorted(sums)
@@ -188,7 +193,7 @@ def reduce_metrics(sums: dict[str, tuple[float, float]], reduce_fn: Callable[[to
     if -low_high[0] != low_high[1]:
         raise RunError(f"reduce_metrics: ranks passed different keys; this rank passed {keys}. Pass every key on every rank, with count 0 for nothing")
     pairs = torch.tensor([sums[key] for key in keys], dtype=torch.float64).reshape(len(keys), 2)
-    is_max = [key.endswith("_max") for key in keys]
+    is_max = [is_maximum(key) for key in keys]
     largest = torch.tensor([pair[0] if flag and pair[1] > 0 else -math.inf for pair, flag in zip(pairs.tolist(), is_max)], dtype=torch.float64)
     pairs[:, 0] = torch.where(pairs[:, 1] > 0, pairs[:, 0], 0.0)
     largest, pairs = reduce_fn(largest, "max"), reduce_fn(pairs.flatten(), "sum").reshape(len(keys), 2)

@@ -739,6 +739,7 @@ def test_finish_survives_a_full_disk(monkeypatch, capsys):
 def test_reduce_is_a_mean_over_everything_counted():
     sums = {"b": (6.0, 3), "a_max": (5.0, 2), "none": (0.0, 0), "none_max": (0.0, 0), "nan": (float("nan"), 0)}
     assert reduce_metrics(sums) == {"b": 2.0, "a_max": 5.0}
+    assert reduce_metrics({"eval/reward/words_max": (3.0, 4), "reward/words_max": (1.0, 2)}) == {"eval/reward/words_max": 0.75, "reward/words_max": 0.5}
     assert reduce_metrics({}) == {}
 
 
