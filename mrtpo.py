@@ -12,7 +12,7 @@ changes. What departs from GRPO, marked (1) to (5) in the code:
 (4) weights w = (1 - beta) + beta * q / mean(q): mean 1 over a response, never below 1 - beta, capped, beta warmed up;
 (5) token advantage S_t = sum_k A_k w[k, t], normalised over the batch's tokens; the clipped loss stays as it is.
 
-Laptop, two CPU cores (about 4 minutes):   python mrtpo.py
+Laptop, two CPU cores (about 2 minutes):   python mrtpo.py
 Another task, another credit rule:         python mrtpo.py --env tools --credit gdpo
 One GPU:                                   python mrtpo.py --model Qwen/Qwen2.5-1.5B-Instruct --env sql:SPIDER_FOLDER --learning-rate 1e-6 --max-new-tokens 512
 Several GPUs:                              accelerate launch --config_file benchmarks/accelerate/ddp.yaml mrtpo.py --model ... --env ...
@@ -103,7 +103,7 @@ class Args:
     tis_cap: float = 2.0
     """per-token truncated importance weight min(trainer/engine, cap), detached, applied after the clip (0: off)"""
     kl_coef: float = 0.0
-    """coefficient of the k3 estimate of KL(policy || start policy) in the loss, per token"""
+    """coefficient of the k3 estimate of KL(policy || start policy) in the loss, per token, each estimate capped at 10 (not with opsd)"""
     loss_aggregation: Literal["token_mean", "seq_mean_token_mean"] = "token_mean"
     """mean over all response tokens of the update, or mean over each response, then over responses"""
     max_grad_norm: float = 1.0
@@ -115,11 +115,11 @@ class Args:
     response_weighting: Literal["none", "saw"] = "none"
     """saw: weight each reward by its coefficient of variation over the batch; composes with every credit but opsd"""
     beta: float = 0.5
-    """share of the credit that is redistributed [paper]"""
+    """share of the credit that is redistributed by mrtpo, joint and shuffled [paper]"""
     beta_warmup: int = 10
     """updates over which beta rises linearly from 0 [paper: a warm-up; its length is deduced]"""
     max_weight: float = 5.0
-    """cap of a token's weight before the mean is restored to 1 [paper: a cap; its value is deduced]"""
+    """cap of a token's weight before the mean is restored to 1, which can lift it again, to max_weight / (1 - beta) at most [paper: a cap; value deduced]"""
     advantage_eps: float = 1e-4
     """added to a group's standard deviation (ddof 1) [deduced: GDPO's published value]"""
     opsd_beta: float = 0.5
@@ -574,6 +574,9 @@ def viewer_episode(record: dict) -> dict:
 # ----------------------------------------------------------------------------------------------------------------- main
 
 
+LOWER_LR = "the last checkpoint is intact: lower --learning-rate, or --max-grad-norm, and start again from it or anew"
+
+
 def check_args(args: Args) -> None:
     """Raises ArgumentError for values that cannot work, before anything is loaded."""
     bounds = {
@@ -581,6 +584,9 @@ def check_args(args: Args) -> None:
         "num_minibatches": 1, "micro_batch_tokens": 1, "lr_warmup_updates": 0, "beta_warmup": 0, "kl_coef": 0, "tis_cap": 0, "advantage_eps": 0,
         "learning_rate": 0, "clip_high": 0, "seed": 0,
     }  # fmt: skip
+    for name, value in vars(args).items():
+        if isinstance(value, float) and not np.isfinite(value):
+            raise ArgumentError(f"--{name.replace('_', '-')} {value}: must be a finite number")
     for name, low in bounds.items():
         if not getattr(args, name) >= low:
             raise ArgumentError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least {low}")
@@ -596,8 +602,8 @@ def check_args(args: Args) -> None:
         raise ArgumentError(f"--max-weight {args.max_weight}: a cap under the mean weight 1 cannot keep the mean")
     if args.num_minibatches > args.groups_per_update:
         raise ArgumentError(f"--num-minibatches {args.num_minibatches}: more than the {args.groups_per_update} groups of an update")
-    if args.credit == "opsd" and args.response_weighting != "none":
-        raise ArgumentError("--credit opsd uses no rewards: --response-weighting has nothing to weight")
+    if args.credit == "opsd" and (args.response_weighting != "none" or args.kl_coef > 0):
+        raise ArgumentError("--credit opsd has neither rewards to weight nor a policy-gradient loss: leave out --response-weighting and --kl-coef")
 
 
 def main(args: Args) -> Run:
@@ -652,6 +658,9 @@ def main(args: Args) -> Run:
     bare = Policy(lm)
     policy = processes.wrap(bare, lm.base_model.layers if args.parallel == "fsdp2" else (), args.parallel, bf16)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=args.parallel == "ddp")
+
+    def teacher_prompt(r: Response) -> list[int]:
+        return encode(tokenizer, with_blocks(r.messages, r.blocks))
 
     def sync_engine() -> None:
         if args.parallel == "fsdp2":
@@ -708,6 +717,10 @@ def main(args: Args) -> Run:
             mine = [(g, tasks.train[orders[epoch][at]]) for g, (epoch, at) in enumerate(stream)][rank::world]
             everything = rollout(engine, tokenizer, env, mine, args.group_size, sampling, args.seed, update)
         responses = [r for r in everything if not r.error]  # a response whose verifier failed is counted below and takes no part
+        overlong = 0.0
+        if args.credit == "opsd":  # neither does one that the teacher cannot read
+            fits = [r for r in responses if len(teacher_prompt(r)) + len(r.token_ids) <= context]
+            responses, overlong = fits, float(len(responses) - len(fits))
         names = processes.union({name for r in everything for name in r.rewards})
 
         # --- (1) rewards to advantages per reward
@@ -728,7 +741,7 @@ def main(args: Args) -> Run:
         # --- (2) (3) (4) replay and weights
         beta = args.beta * min(1.0, update / args.beta_warmup if args.beta_warmup else 1.0)
         q = torch.full((offset[-1], len(names)), torch.nan, dtype=torch.float64)
-        spent = {"tokens": 0.0, "pairs": 0.0, "responses": 0.0, "overlong": 0.0}
+        spent = {"tokens": 0.0, "pairs": 0.0, "responses": 0.0, "overlong": overlong}
         with run.timer("replay"), amp():
             if args.credit in ("mrtpo", "joint", "shuffled") and beta > 0:
                 q, spent = replay(
@@ -795,9 +808,7 @@ def main(args: Args) -> Run:
                                     token_weights = 1.0 / (lengths[response_ids[index]] * float(totals[1]))
                                 token_weights = token_weights.float().to(device)
                                 if args.credit == "opsd":
-                                    seen = [(encode(tokenizer, with_blocks(responses[i].messages, responses[i].blocks)), items[i][1]) for i in batch]
-                                    if max(len(p) + len(y) for p, y in seen) > context:
-                                        raise envs.DataError(f"--credit opsd: a prompt with its blocks and response exceeds the context of {context} tokens")
+                                    seen = [(teacher_prompt(responses[i]), items[i][1]) for i in batch]
                                     with torch.no_grad(), amp():
                                         teacher = start_policy(pack_rows(seen, share, pad_id).to(device), hidden_only=True)
                                     with amp():
@@ -822,9 +833,14 @@ def main(args: Args) -> Run:
                             (loss * world).backward()  # gradients are averaged over processes; token_weights are global
                     norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
                     norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+                    if not np.isfinite(norm):
+                        raise RunError(f"update {update + 1}: the gradient is not finite ({norm}); {LOWER_LR}")
                     add({"losses/grad_norm": (norm, 1.0), "losses/policy_loss": (0.0, 1.0 / world)})
                     optimizer.step()
             policy.eval()
+            if not all(bool(p.isfinite().all()) for p in policy.parameters()):
+                raise RunError(f"update {update + 1}: the weights are no longer finite; {LOWER_LR}")
+        version = engine.weight_version  # of the weights that sampled this update's responses
         with run.timer("sync"):
             sync_engine()
 
@@ -843,14 +859,14 @@ def main(args: Args) -> Run:
                 "rollout/truncated_frac": (float(sum(r.truncated for r in everything)), n_all),
                 "rollout/error_frac": (n_all - n, n_all),
                 "rollout/zero_std_group_frac": (float(sum(no_spread.values())), float(len(no_spread))),
-                "rollout/weight_version": (float(engine.weight_version), 1.0),
+                "rollout/weight_version": (float(version), 1.0),
                 "rollout/logprob_absdiff_mean": (float(absdiff.sum()), n_tokens * measured_gap),
                 "rollout/logprob_absdiff_max": (float(absdiff.max()) if n else 0.0, n * measured_gap),
                 "rollout/k3": (float((mismatch.exp() - 1 - mismatch).sum()), n_tokens * measured_gap),
                 "mrtpo/beta": (beta, 1.0),
                 "mrtpo/replayed_pair_frac": (spent["pairs"], float((~rewards.isnan()).sum())),
                 "mrtpo/replayed_response_frac": (spent["responses"], n),
-                "mrtpo/replay_overlong_frac": (spent["overlong"], n),
+                "mrtpo/replay_overlong_frac": (spent["overlong"], n_all),
                 "mrtpo/replay_tokens_per_response_token": (spent["tokens"], n_tokens),
                 "mrtpo/max_weight_max": (float(weights.max()) if n else 0.0, n),
                 **{f"reward/{name}": (float(rewards[:, k].nansum()), float((~rewards[:, k].isnan()).sum())) for k, name in enumerate(names)},

@@ -586,6 +586,8 @@ class Run:
             environment = read_json(folder / "environment.json")
             if environment["script"] != self.script:
                 raise RunError(f"--resume {folder}: the run belongs to {environment['script']}.py, not {self.script}.py")
+            if self.args.get("out") and Path(self.args["out"]).resolve() != folder.resolve():
+                raise RunError(f"--out {self.args['out']} beside --resume {folder}: a resumed run goes on in its own folder; drop --out")
             changed = compare_args(record, self.args, self.may_change)
             if changed:
                 listed = "\n  ".join(changed)
@@ -776,6 +778,11 @@ class Run:
             path.rename(path.with_name(f"unused-{path.name}-{time.time_ns()}"))
         for name in ("metrics.jsonl", "episodes.jsonl"):
             cut_jsonl(self.folder / name, step)
+        logged = max((record["step"] for record in read_jsonl(self.folder / "metrics.jsonl")), default=0)
+        if logged < step:
+            warnings.warn(
+                f"{self.folder / 'metrics.jsonl'} ends at update {logged}, the checkpoint is of update {step}: what lay between is lost", stacklevel=2
+            )
         self.open_logs()
         self.bar.update(step - self.bar.n)
 

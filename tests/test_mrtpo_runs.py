@@ -174,7 +174,7 @@ def check_numbers(result, updates):
         assert 0 <= m["rollout/zero_std_group_frac"] <= 1
         assert 0 < m["charts/episodic_length"] <= 64
         assert m["rollout/error_frac"] == 0
-        assert m["rollout/weight_version"] == m["step"] + 1
+        assert m["rollout/weight_version"] == m["step"]
         assert m["time/rollout"] > 0
         assert m["time/train"] > 0
         assert m["charts/SPS"] > 0
@@ -624,5 +624,5 @@ def test_real_command_with_vllm(tmp_path):
     updates = [line for line in lines if line["step"] > 0]
     assert [line["step"] for line in updates] == [1, 2, 3]
     assert all(line["rollout/logprob_absdiff_max"] < 1e-2 and line["rollout/logprob_absdiff_mean"] < 1e-3 for line in updates)
-    assert [line["rollout/weight_version"] for line in updates] == [2, 3, 4]
+    assert [line["rollout/weight_version"] for line in updates] == [1, 2, 3]
     assert any(line["losses/grad_norm"] > 0 for line in updates)  # weights really moved between the syncs

@@ -20,6 +20,11 @@ def test_formula_tables_point_at_the_right_lines(page):
         assert fragment in lines[int(line) - 1], f"{page.name}: {name}:{line} is {lines[int(line) - 1]!r}, not {fragment!r}"
 
 
+def test_no_page_has_unfilled_places():
+    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+        assert "@@" not in page.read_text(), page
+
+
 def regions(path):
     return dict(re.findall(r"# region (\w+)\n(.*?)# endregion", path.read_text(), re.S))
 

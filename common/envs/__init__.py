@@ -82,4 +82,10 @@ def load(spec: str, seed: int = 0) -> TaskSet:
         raise DataError(f"--env {spec!r}: unknown family {family!r}; choose one of {', '.join(sorted(FAMILIES))}, or FAMILY:PATH for real data")
     if ":" in spec and not path:
         raise DataError(f"--env {spec!r}: nothing after the colon; give a path, or drop the colon for the embedded task set")
-    return importlib.import_module(FAMILIES[family]).load(path or None, seed)
+    tasks = importlib.import_module(FAMILIES[family]).load(path or None, seed)
+    for split, rows in (("training", tasks.train), ("evaluation", tasks.eval)):
+        if not rows:
+            raise DataError(
+                f"--env {spec}: no {split} tasks ({len(tasks.train)} training, {len(tasks.eval)} evaluation); bring more rows or a split of your own"
+            )
+    return tasks

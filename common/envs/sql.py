@@ -956,6 +956,7 @@ def load_folder(folder: Path) -> TaskSet:
         if len(names) < 2:
             raise DataError(
                 f"{dev_file}: only one usable database, {names[0]}, so it cannot be split by database; add a training file (train_spider.json or train.json)"
+                + "".join(f"\n  {problem}" for problem in problems[:20])
             )
         kept = set(names[-max(1, round(EVAL_SHARE * len(names))) :])
         train, held_out = [t for t in held_out if t["db_id"] not in kept], [t for t in held_out if t["db_id"] in kept]
