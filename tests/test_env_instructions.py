@@ -17,6 +17,7 @@ from conftest import need_module, real_data
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from common import envs
 from common.envs import DataError, instructions, load
 
 TASKS, OTHER = load("instructions"), load("instructions", 1)
@@ -566,3 +567,10 @@ def test_other_reading_errors(tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(DataError, match="pip install langdetect"):
         load(f"instructions:{path}")
+
+
+def test_a_file_too_short_to_split_is_refused(tmp_path):
+    rows = [{"key": k, "prompt": "Say yes.", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]} for k in (1, 2)]
+    (tmp_path / "few.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:1]))
+    with pytest.raises(DataError, match="bring more rows"):
+        envs.load(f"instructions:{tmp_path / 'few.jsonl'}")

@@ -868,7 +868,7 @@ def test_check_args_at_the_bounds():
     mrtpo.check_args(Args())
     mrtpo.check_args(Args(beta=0.0, clip_low=1.0, clip_high=0.0, tis_cap=0.0, group_size=2, max_weight=1.0, learning_rate=0.0, num_minibatches=16, seed=0))
     mrtpo.check_args(Args(beta=1.0, opsd_beta=0.0, eval_every=0, save_every=0, beta_warmup=0, lr_warmup_updates=0, num_updates=1))
-    with pytest.raises(mrtpo.ArgumentError, match="--credit opsd uses no rewards"):
+    with pytest.raises(mrtpo.ArgumentError, match="--credit opsd has neither rewards to weight"):
         mrtpo.check_args(Args(credit="opsd", response_weighting="saw"))
 
 
@@ -887,3 +887,13 @@ def test_a_response_that_does_not_fit_the_context_with_its_blocks_is_counted_and
     for i, r in enumerate(responses):
         part, full, at = q[at : at + len(r.token_ids)], whole[at : at + len(r.token_ids)], at + len(r.token_ids)
         assert bool(part.isnan().all()) if i in too_long else torch.equal(part.isnan(), full.isnan())
+
+
+def test_opsd_refuses_the_flags_it_would_not_use():
+    with pytest.raises(mrtpo.ArgumentError, match="--credit opsd has neither rewards to weight"):
+        mrtpo.check_args(mrtpo.Args(credit="opsd", kl_coef=0.1))
+
+
+def test_infinite_values_are_refused():
+    with pytest.raises(mrtpo.ArgumentError, match="--tis-cap inf: must be a finite number"):
+        mrtpo.check_args(mrtpo.Args(tis_cap=float("inf")))

@@ -626,3 +626,20 @@ def test_real_command_with_vllm(tmp_path):
     assert all(line["rollout/logprob_absdiff_max"] < 1e-2 and line["rollout/logprob_absdiff_mean"] < 1e-3 for line in updates)
     assert [line["rollout/weight_version"] for line in updates] == [1, 2, 3]
     assert any(line["losses/grad_norm"] > 0 for line in updates)  # weights really moved between the syncs
+
+
+def test_weights_that_overflow_stop_the_run_before_they_are_saved(shop):
+    r = shop.run(learning_rate=1e38, num_updates=3, save_every=1)
+    assert r.code == 1
+    assert "RunError: update 1: the weights are no longer finite" in r.output
+    assert not list((r.folder / "checkpoints").glob("0*"))
+
+
+def test_resume_refuses_another_folder(shop):
+    first = shop.run()
+    before = (first.folder / "metrics.jsonl").read_bytes()
+    elsewhere = shop.path()
+    r = shop.resume(first.folder, out=elsewhere)
+    assert r.code == 1
+    assert "a resumed run goes on in its own folder; drop --out" in r.output
+    assert not elsewhere.exists() and (first.folder / "metrics.jsonl").read_bytes() == before
