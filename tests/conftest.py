@@ -6,9 +6,17 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 IN_VLLM_PROCESS = os.environ.get("CLEANAGENTRL_VLLM_TESTS") == "1"  # set by test_vllm_suite_passes_in_its_own_process
 IN_CI = os.environ.get("CLEANAGENTRL_CI") == "1"  # set by .ci/run: a missing dependency fails instead of skipping
+
+
+if not IN_VLLM_PROCESS and importlib.util.find_spec("triton") is not None and not torch.cuda.is_available():
+    # Triton decides at its first import whether its own functions are interpreted, and transformers may import it before the kernel tests do
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        import triton.language  # noqa: F401
 
 
 def missing(what: str) -> None:

@@ -508,7 +508,7 @@ def test_bad_paths(tmp_path):
     with pytest.raises(DataError, match="category is read from the file name"):
         load(f"tools:{tmp_path}/rows.json")
     write(tmp_path, ROW, ANSWER)
-    assert load(f"tools:{tmp_path}").notes["files_skipped"] == ["BFCL_v4_simple_java.json"]
+    assert tools.load(str(tmp_path)).notes["files_skipped"] == ["BFCL_v4_simple_java.json"]
     write(tmp_path, ROW, ANSWER, "multiple")
     with pytest.raises(DataError, match="'a' occurs twice"):
         load(f"tools:{tmp_path}")
