@@ -487,9 +487,10 @@ def replay(
 # -------------------------------------------------------------------------------------------------------- reports
 
 PANELS = [
-    Panel("rewards", ("reward/*",), limits=(0, 1)),
-    Panel("tokens that hold 80 % of the distance", ("mrtpo/tokens_for_80pct/*",), limits=(0, 1)),
-    Panel("replay", ("mrtpo/replayed_pair_frac", "mrtpo/replay_share"), limits=(0, 1)),
+    Panel("Mean reward at evaluations", ("eval/reward_mean",), limits=(0, 1)),
+    Panel("Rewards", ("reward/*",), limits=(0, 1)),
+    Panel("Tokens that hold 80 % of the distance", ("mrtpo/tokens_for_80pct/*",), limits=(0, 1)),
+    Panel("Replay", ("mrtpo/replayed_pair_frac", "mrtpo/replay_share"), limits=(0, 1)),
 ]
 
 

@@ -122,6 +122,7 @@ PANELS = (
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#000000")  # Okabe and Ito: safe for colour-blind readers
 MANY = 20  # points from which a line is smoothed
 # two-sided 95 % quantiles of Student's t for 1..10 degrees of freedom; further on a series in 1/df is exact to 1e-3
+CROWD = 8  # more metrics than this in one plot are drawn as thin lines with their mean
 T_95 = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281)
 
 
@@ -296,7 +297,7 @@ def choose_plots(groups: dict[str, list[tuple[Path, list[dict[str, Any]]]]], ove
         if overlay and panel.shares:  # shares of several runs cannot be stacked: draw the times themselves
             panel = dataclasses.replace(panel, unit="s", shares=False, limits=None)
         if overlay:
-            plots += [(panel, [key]) for key in found]
+            plots += [(panel, [key]) for key in found if len(found) <= CROWD]  # one plot a key; a crowd of them would bury the rest
         elif found:
             plots.append((panel, found))
     return plots
@@ -316,6 +317,8 @@ def cycle_colours(n: int) -> list[str]:
 
 def draw_lines(axes: Any, records: list[dict[str, Any]], found: Sequence[str], width: float) -> list[tuple[str, str]]:
     """One run. Few points: a line with markers; many: the raw line faint, the smoothed line over it. Returns legend entries with the last value."""
+    if len(found) > CROWD:
+        return draw_crowd(axes, records, found)
     names, entries = short_names(found), []
     for colour, key in zip(cycle_colours(len(found)), found):
         steps, values = series(records, key)
@@ -347,6 +350,20 @@ def draw_groups(axes: Any, groups: dict[str, list[tuple[Path, list[dict[str, Any
         room = 0.35 * (high - low) or max(abs(high), 1e-3) * 0.1
         axes.set_ylim(low / 1.5 if low > 0 and low - room < 0 else low - room, high + room)
     return entries
+
+
+def draw_crowd(axes: Any, records: list[dict[str, Any]], found: list[str]) -> list[tuple[str, str]]:
+    """More keys than a legend can name: each one as a thin grey line, smoothed, and their mean at every step in colour."""
+    at_step: dict[int, list[float]] = {}
+    for key in found:
+        steps, values = series(records, key)
+        axes.plot(steps, smooth(values), color="#999999", linewidth=0.5, alpha=0.5)
+        for step, value in zip(steps.tolist(), values.tolist()):
+            at_step.setdefault(step, []).append(value)
+    steps = np.array(sorted(at_step))
+    mean = np.array([np.mean(at_step[step]) for step in steps.tolist()])
+    axes.plot(steps, smooth(mean) if len(mean) >= MANY else mean, color=COLOURS[0], linewidth=1.8)
+    return [(COLOURS[0], f"mean of {len(found)} {mean[-1]:.3g}"), ("#999999", "each of them")]
 
 
 def draw_shares(axes: Any, records: list[dict[str, Any]], found: Sequence[str]) -> list[tuple[str, str]]:

@@ -973,7 +973,7 @@ def test_curves_of_one_run(monkeypatch, capsys):
     assert next(iter(shown)) == "Evaluation: success rate" and figure.axes[0].bbox.width > 1.8 * figure.axes[1].bbox.width
     assert len(shown) == 13 and shown["Evaluation: success rate"]._right_title.get_text() == "1"
     assert [t.get_text() for t in shown["Time by phase"].get_legend().get_texts()] == ["rollout 50%", "sync 25%", "train 25%"]
-    assert shown["Engine-trainer gap"].get_yscale() == "log" and len(shown["Rewards"].lines) == 26
+    assert shown["Engine-trainer gap"].get_yscale() == "log" and len(shown["Rewards"].lines) == 14  # 13 thin lines and their mean
     no_overlap(figure)
 
 
@@ -1029,3 +1029,15 @@ def test_command_line_redraws(capsys):
     with pytest.raises(SystemExit) as stop:
         curves.main(["x", "nowhere"])
     assert stop.value.code == 2 and capsys.readouterr().err == "nowhere is no run folder: it has no args.json\n"
+
+
+def test_a_crowd_of_metrics_is_drawn_as_thin_lines_and_their_mean():
+    from matplotlib.figure import Figure
+
+    records = [{"step": step, **{f"reward/r{i}": (i + step) / 100 for i in range(12)}} for step in (1, 2)]
+    records[1]["reward/r11"] = None  # a null takes no part in that step's mean
+    axes = Figure().add_subplot()
+    entries = curves.draw_lines(axes, records, [f"reward/r{i}" for i in range(12)], 1.5)
+    assert [text for _, text in entries] == ["mean of 12 0.07", "each of them"]
+    assert len(axes.lines) == 13
+    assert axes.lines[-1].get_ydata().tolist() == pytest.approx([0.065, 0.07])
