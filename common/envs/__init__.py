@@ -31,6 +31,10 @@ class DataError(ValueError):
     """Bad input data. The text names the file, the line or record, the field, and what to do about it."""
 
 
+class EnvironmentFailed(RuntimeError):
+    """The simulator behind an environment died or hangs: this episode cannot be scored. The environment works again after its next reset."""
+
+
 class Env(Protocol):
     """One episode at a time. Not shared between threads."""
 
@@ -60,6 +64,7 @@ class TaskSet:
     regions: Callable[[str], list[tuple[str, int, int]]] | None = None
     careless: Callable[[dict[str, Any], random.Random], list[Message]] | None = None
     max_turns: int = 1
+    workers: int = 0  # threads that step environments side by side; for environments whose work happens in other processes
     notes: dict[str, Any] = field(default_factory=dict)  # counts worth logging at start (rows read, rows unusable and why)
 
 
@@ -69,6 +74,13 @@ FAMILIES = {
     "instructions": "common.envs.instructions",
     "tools": "common.envs.tools",
     "reasoning": "common.envs.adapters",
+    "search": "common.envs.search",
+    "automation": "common.envs.automation",
+    "household": "common.envs.household",
+    "alfworld": "common.envs.household",
+    "rubric": "common.envs.rubric",
+    "maths": "common.envs.maths",
+    "repo": "common.envs.repo",
 }
 
 
