@@ -31,7 +31,7 @@ ATTENTION = "shared_prefix_training"  # the name our attention function is regis
 
 @dataclass
 class PackedBatch:
-    """N response tokens of R responses. All index tensors are int64."""
+    """N response tokens of R responses (with masks: those that are marked). All index tensors are int64."""
 
     input_ids: torch.Tensor  # [1, T] distinct prefixes, or [R, L] padded rows
     position_ids: torch.Tensor  # like input_ids
@@ -60,10 +60,16 @@ def _ramp(lengths: np.ndarray) -> np.ndarray:
     return np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - lengths, lengths)
 
 
-def pack(groups: Sequence[tuple[Sequence[int], Sequence[Sequence[int]]]], share_prompts: bool = True, pad_id: int = 0) -> PackedBatch:
+def pack(
+    groups: Sequence[tuple[Sequence[int], Sequence[Sequence[int]]]],
+    share_prompts: bool = True,
+    pad_id: int = 0,
+    masks: Sequence[Sequence[bool]] | None = None,
+) -> PackedBatch:
     """Groups of (prompt ids, list of response ids) -> one batch. Responses keep their order: group by group, as given.
 
-    Raises ValueError for an empty prompt, a group without responses or an empty response (nothing predicts or is predicted).
+    masks: one per response, as long as it; only marked tokens are predicted, the others (what an environment answered) are context.
+    Raises ValueError for an empty prompt, a group without responses or an empty response (nothing predicts or is predicted), a mask of another length.
     """
     for g, (prompt, responses) in enumerate(groups):
         if not len(prompt) or not len(responses) or not all(len(r) for r in responses):
@@ -79,6 +85,12 @@ def pack(groups: Sequence[tuple[Sequence[int], Sequence[Sequence[int]]]], share_
     position = np.repeat(prompt_lengths, lengths) + _ramp(lengths)  # [N] place of each response token in its sequence
     tokens = np.full((len(rows), int(total.max())), -1, dtype=np.int64)  # [R, L]
     tokens[np.arange(tokens.shape[1]) < total[:, None]] = np.concatenate([np.concatenate([p, r]).astype(np.int64) for p, r in rows])
+    if masks is not None:
+        if [len(m) for m in masks] != lengths.tolist():
+            raise ValueError(f"masks of {[len(m) for m in masks]} tokens for responses of {lengths.tolist()} tokens")
+        kept = np.concatenate([np.asarray(m, dtype=bool) for m in masks])
+        target_ids, response_ids, position = target_ids[kept], response_ids[kept], position[kept]
+        lengths = np.bincount(response_ids, minlength=len(rows))
     common = {"target_ids": target_ids, "response_ids": response_ids, "lengths": lengths}
     if not share_prompts:
         mask = tokens >= 0
@@ -134,14 +146,16 @@ def _tensors(**arrays: np.ndarray | None) -> PackedBatch:
 EMPTY = pack([([0], [[0]])], share_prompts=False)  # stands in where a process has no data left while others still compute; any model can run it
 
 
-def pack_rows(rows: Sequence[tuple[Sequence[int], Sequence[int]]], share_prompts: bool = True, pad_id: int = 0) -> PackedBatch:
-    """(prompt, response) pairs, in order; neighbours with equal prompts share theirs."""
+def pack_rows(
+    rows: Sequence[tuple[Sequence[int], Sequence[int]]], share_prompts: bool = True, pad_id: int = 0, masks: Sequence[Sequence[bool]] | None = None
+) -> PackedBatch:
+    """(prompt, response) pairs, in order; neighbours with equal prompts share theirs. masks as in `pack`."""
     groups: list[tuple[Sequence[int], list[Sequence[int]]]] = []
     for prompt, response in rows:
         if not groups or groups[-1][0] != prompt:
             groups.append((prompt, []))
         groups[-1][1].append(response)
-    return pack(groups, share_prompts, pad_id)
+    return pack(groups, share_prompts, pad_id, masks)
 
 
 def micro_batches(rows: Sequence[tuple[Sequence[int], Sequence[int]]], max_tokens: int) -> Iterator[list[int]]:

@@ -168,12 +168,25 @@ def tiny_tokenizer(conversations: Sequence[Conversation], vocab_size: int) -> Pr
     return tokenizer
 
 
+def assistant_tokens(tokenizer, conversation: Conversation) -> tuple[list[int], list[int], list[bool]]:
+    """Prompt ids up to the assistant's first message, the ids after it, and which of those the assistant says. As in a rollout, what others say in
+    between is encoded on its own, so a policy meets the same tokens at training and at generation."""
+    first = next(i for i, m in enumerate(conversation) if m["role"] == "assistant")
+    prompt = tokenizer.apply_chat_template(conversation[:first], tokenize=False, add_generation_prompt=True)
+    ids, mask = [], []
+    for message in conversation[first:]:
+        said = message["role"] == "assistant"
+        text = f"{message['content']}<|end|>" if said else f"<|{message['role']}|>{message['content']}<|end|><|assistant|>"
+        chunk = tokenizer(text, add_special_tokens=False).input_ids
+        ids += chunk
+        mask += [said] * len(chunk)
+    return tokenizer(prompt, add_special_tokens=False).input_ids, ids, mask
+
+
 def train_tiny(conversations: Sequence[Conversation], config: TinyConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerFast, float]:
-    """Supervised training on the assistant's last answer of each conversation. Leaves the caller's random state alone."""
+    """Supervised training on what the assistant says in each conversation. Leaves the caller's random state alone."""
     tokenizer = tiny_tokenizer(conversations, config.vocab_size)
-    render = tokenizer.apply_chat_template
-    prompts = tokenizer([render(c[:-1], tokenize=False, add_generation_prompt=True) for c in conversations], add_special_tokens=False).input_ids
-    answers = tokenizer([c[-1]["content"] + "<|end|>" for c in conversations], add_special_tokens=False).input_ids
+    prompts, answers, masks = zip(*[assistant_tokens(tokenizer, c) for c in conversations])
     cpu_rng = torch.get_rng_state()
     torch.manual_seed(config.seed)
     lm = transformers.LlamaForCausalLM(
@@ -198,7 +211,7 @@ def train_tiny(conversations: Sequence[Conversation], config: TinyConfig) -> tup
     order = torch.cat([torch.randperm(len(prompts)) for _ in range(config.steps * config.batch_size // len(prompts) + 1)]).tolist()
     for step in range(config.steps):
         rows = order[step * config.batch_size : (step + 1) * config.batch_size]
-        batch = pack([(prompts[i], [answers[i]]) for i in rows])
+        batch = pack([(prompts[i], [answers[i]]) for i in rows], masks=[masks[i] for i in rows])
         loss = torch.nn.functional.cross_entropy(lm.lm_head(forward_hidden(lm, batch)), batch.target_ids)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()

@@ -213,3 +213,18 @@ def test_moving_a_batch_moves_every_tensor():
     tensors = [v for v in vars(batch).values() if isinstance(v, torch.Tensor)] + [x for bucket in batch.buckets for x in bucket]
     assert len(tensors) > 10
     assert all(x.device.type == "meta" for x in tensors)
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_masks_pick_the_predicted_tokens_and_leave_the_rest_as_context(share):
+    lm = build("llama-gqa")
+    rows = [(p, r) for p, responses in GROUPS for r in responses]
+    masks = [[(i * 3 + j) % 4 != 1 for j in range(len(r))] for i, (_, r) in enumerate(rows)]
+    masks[2] = [False] * len(masks[2])
+    everything, marked = pack_rows(rows, share), pack_rows(rows, share, masks=masks)
+    kept = torch.tensor([m for mask in masks for m in mask])
+    assert torch.equal(logprobs(lm, marked), logprobs(lm, everything)[kept])
+    assert torch.equal(marked.response_ids, everything.response_ids[kept])
+    assert marked.lengths.tolist() == [sum(m) for m in masks] and marked.lengths[2] == 0
+    with pytest.raises(ValueError, match="masks of"):
+        pack_rows(rows, share, masks=[*masks[:-1], [True]])

@@ -224,3 +224,17 @@ def test_spans_cover_the_text(bytes_tokenizer, text):
     assert len(spans) == len(ids)
     assert [a for a, _ in spans] == [0, *(b for _, b in spans[:-1])] if spans else text == ""
     assert not spans or spans[-1][1] == len(text)
+
+
+def test_every_assistant_message_is_learnt_and_encoded_as_in_a_rollout():
+    said = [{"role": "assistant", "content": f"take cup {i}"} for i in range(2)]
+    conversation = [{"role": "user", "content": "find the cup"}, said[0], {"role": "user", "content": "Nothing happens."}, said[1]]
+    tokenizer = policies.tiny_tokenizer([conversation], 300)
+    prompt, ids, mask = policies.assistant_tokens(tokenizer, conversation)
+    whole = tokenizer.apply_chat_template(conversation, tokenize=False)
+    assert tokenizer.decode(prompt + ids) == whole
+    assert tokenizer.decode([t for t, m in zip(ids, mask) if m]) == "take cup 0<|end|>take cup 1<|end|>"
+    assert tokenizer.decode([t for t, m in zip(ids, mask) if not m]) == "<|user|>Nothing happens.<|end|><|assistant|>"
+    single = conversation[:2]
+    prompt, ids, mask = policies.assistant_tokens(tokenizer, single)
+    assert all(mask) and tokenizer.decode(ids) == "take cup 0<|end|>"
