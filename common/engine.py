@@ -37,6 +37,9 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface, PreTrainedModel
 
+from common.quantized import as_stored, quantized
+from kernels.fp8 import FORMATS
+
 
 class EngineError(RuntimeError):
     """The engine cannot or may not generate. The text says why and what to do."""
@@ -212,7 +215,8 @@ class SharedPrefixCache:
     All rows of a batch start together, so slot s is the same step for each of them and needs no mask; only prompts of unequal length do.
     """
 
-    def __init__(self, lengths: list[int], n: int, max_new_tokens: int, device: torch.device) -> None:
+    def __init__(self, lengths: list[int], n: int, max_new_tokens: int, device: torch.device, kv_format: str | None = None) -> None:
+        self.kv_format = kv_format  # keys and values are stored as this format holds them
         self.lengths = torch.tensor(lengths, device=device)  # [P] tokens of each prompt
         self.capacity = max(lengths)
         self.padded = min(lengths) != max(lengths)
@@ -323,6 +327,8 @@ class SharedPrefixCache:
     # -- what transformers calls
 
     def update(self, key: torch.Tensor, value: torch.Tensor, layer: int, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.kv_format:
+            key, value = as_stored(key, self.kv_format, "kv"), as_stored(value, self.kv_format, "kv")
         (self._store_own if self.decoding else self._store_prefix)(key, value, layer)
         return key, value
 
@@ -368,6 +374,7 @@ class TorchEngine(Engine):
     Any other causal LM takes the generic path: batches of equal prompt length with the model's own cache; there, a turn of a session computes its whole prompt.
     fast_path=False forces the generic path.
     forward_tokens counts the tokens that went through the model (without padding).
+    emulate: a format of common/quantized.py that linear layers and (emulate_kv) the cache compute in, on the fast path only.
     """
 
     def __init__(
@@ -379,6 +386,8 @@ class TorchEngine(Engine):
         max_batch_size: int = 256,
         prefill_tokens: int = 8192,
         fast_path: bool | None = None,
+        emulate: str | None = None,
+        emulate_kv: bool = True,
         seed: int = 0,
     ) -> None:
         if isinstance(model, torch.nn.parallel.DistributedDataParallel):
@@ -394,6 +403,9 @@ class TorchEngine(Engine):
         self.fast_path = _is_plain_causal(model) if fast_path is None else fast_path
         if self.fast_path and not _is_plain_causal(model):
             raise EngineError(f"fast_path=True: {type(model).__name__} is not a plainly causal decoder; leave fast_path at None")
+        if emulate and not self.fast_path:
+            raise EngineError(f"{emulate} cannot be emulated for {type(model).__name__}: only for {', '.join(sorted(PLAIN_CAUSAL))} without attention windows")
+        self.emulate, self.emulate_kv = emulate, emulate_kv
         parameters = inspect.signature(model.forward).parameters
         self.cache_argument = "cache" if "cache" in parameters else "past_key_values"  # renamed within transformers 5
         self.forward_tokens = 0
@@ -449,7 +461,11 @@ class TorchEngine(Engine):
         results: list[list[Sample]] = [[] for _ in prompts]
         order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))  # neighbours in length share a batch: least padding
         decode = self._decode_fast if self.fast_path else self._decode_generic
-        with _evaluating(self.model), torch.inference_mode() if self.fast_path else torch.no_grad():
+        with (
+            _evaluating(self.model),
+            torch.inference_mode() if self.fast_path else torch.no_grad(),
+            quantized(self.model, self.emulate, self.emulate_kv, frozen=True),
+        ):
             start = 0
             while start < len(order):
                 end = start + max(1, self.max_batch_size // n)
@@ -477,7 +493,7 @@ class TorchEngine(Engine):
     def _decode_fast(self, prompts, sampling, n, uniforms, sessions):
         device = next(self.model.parameters()).device
         lengths = [len(prompt) for prompt in prompts]
-        cache = SharedPrefixCache(lengths, n, sampling.max_new_tokens, device)
+        cache = SharedPrefixCache(lengths, n, sampling.max_new_tokens, device, self.emulate if self.emulate_kv else None)
         past = [0] * len(prompts)
         for i, session in enumerate(sessions or []):
             if session in self.sessions:
@@ -938,6 +954,7 @@ def make_engine(
 
     kind: "torch" runs `model` itself; "vllm" copies its weights into vLLM. tokenizer: only its pad token is used, to refuse padded prompts.
     rollout_format: "auto" (vLLM on a GPU with FP8 units: fp8; else the model's own precision), "bf16", or "fp8" (vLLM on a GPU: W8A8 and FP8 cache).
+    The torch engine emulates fp8_e4m3 (also named fp8), fp8_e5m2, int8 and int4 bit by bit (common/quantized.py); bf16 is the model's own precision there.
     max_model_len: most tokens of prompt and sample; default: the model's context.
     The others concern vLLM only. model_path: folder to start from instead of an empty model. gpu_memory_utilization: share of the GPU's memory.
     dtype: "float32" (default on a CPU), "bfloat16" (default on a GPU). kv_cache_dtype: "fp8" for an 8-bit cache, also on a CPU.
@@ -945,15 +962,18 @@ def make_engine(
 
     Raises EngineError when the combination cannot run here.
     """
-    if rollout_format not in ("auto", "bf16", "fp8"):
-        raise EngineError(f"--rollout-format {rollout_format!r}: choose auto, bf16 or fp8")
+    if rollout_format not in ("auto", "bf16", "fp8", *FORMATS):
+        raise EngineError(f"--rollout-format {rollout_format!r}: choose auto, bf16, fp8, {', '.join(FORMATS)}")
     max_model_len = max_model_len or getattr(getattr(model, "config", None), "max_position_embeddings", None)
     if kind == "torch":
-        if rollout_format == "fp8":
-            raise EngineError("--rollout-format fp8 needs --engine vllm on a GPU; the torch engine computes in the model's own precision")
-        return TorchEngine(model, tokenizer, max_model_len=max_model_len, **engine_options)
+        emulate = None if rollout_format in ("auto", "bf16") else "fp8_e4m3" if rollout_format == "fp8" else rollout_format
+        return TorchEngine(model, tokenizer, max_model_len=max_model_len, emulate=emulate, **engine_options)
     if kind != "vllm":
         raise EngineError(f"--engine {kind!r}: choose torch or vllm")
+    if rollout_format == "fp8_e4m3":
+        rollout_format = "fp8"  # vLLM's name for it
+    elif rollout_format in FORMATS:
+        raise EngineError(f"--rollout-format {rollout_format}: vLLM computes in fp8 (E4M3) or bf16; use --engine torch, which emulates it")
     return _make_vllm(
         model,
         tokenizer,

@@ -18,15 +18,20 @@ exact gradients, for models with plain causal attention that dispatch through tr
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
-ATTENTION = "shared_prefix_training"  # the name our attention function is registered under
+from common.quantized import kv_as_stored
+
+ATTENTION = "shared_prefix_training"  # the names our attention functions are registered under
+PADDED_ATTENTION = "padded_training"
 
 
 @dataclass
@@ -189,7 +194,7 @@ def shared_prefix_attention(
         raise ValueError(f"attention {ATTENTION!r} only runs inside common.packing.forward_hidden")
     if kwargs.get("sliding_window") is not None or kwargs.get("softcap") is not None:
         raise ValueError("this model uses sliding-window or soft-capped attention: run with --share-prompts off")
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, D]
+    q, k, v = (x[0].transpose(0, 1) for x in (query, *kv_as_stored(module, key, value)))  # [T, heads, D]
 
     def gather(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:  # [T, h, D], [r, l] -> [r, h, l, D]
         return x.index_select(0, index.reshape(-1)).view(*index.shape, *x.shape[1:]).transpose(1, 2)
@@ -211,7 +216,14 @@ def shared_prefix_attention(
     return torch.cat(outputs).index_select(0, packed.output_index)[None], None  # [1, T, H, D]
 
 
+def padded_attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: object, **kwargs: object):
+    """transformers' scaled dot product attention over keys and values as a quantised cache holds them."""
+    return sdpa_attention_forward(module, query, *kv_as_stored(module, key, value), *args, **kwargs)
+
+
 AttentionInterface.register(ATTENTION, shared_prefix_attention)
+AttentionInterface.register(PADDED_ATTENTION, padded_attention)
+AttentionMaskInterface.register(PADDED_ATTENTION, sdpa_mask)
 
 
 @contextmanager
@@ -231,7 +243,8 @@ def forward_hidden(lm: torch.nn.Module, batch: PackedBatch) -> torch.Tensor:
         with _attention(lm, ATTENTION):
             out = body(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, packed=batch)
     else:
-        out = body(input_ids=batch.input_ids, position_ids=batch.position_ids, attention_mask=batch.attention_mask, use_cache=False)
+        with _attention(lm, PADDED_ATTENTION) if any(hasattr(m, "kv_format") for m in lm.modules()) else nullcontext():
+            out = body(input_ids=batch.input_ids, position_ids=batch.position_ids, attention_mask=batch.attention_mask, use_cache=False)
     return out.last_hidden_state.flatten(0, 1).index_select(0, batch.predict_index)
 
 

@@ -401,8 +401,8 @@ def test_closed_engine_refuses():
     "kind, options, text",
     [
         ("onnx", {}, "choose torch or vllm"),
-        ("torch", {"rollout_format": "fp8"}, "--engine vllm"),
-        ("torch", {"rollout_format": "int4"}, "choose auto, bf16 or fp8"),
+        ("torch", {"rollout_format": "fp4"}, "choose auto, bf16, fp8"),
+        ("vllm", {"rollout_format": "int4"}, "--engine torch"),
     ],
 )
 def test_combinations_that_cannot_run(kind, options, text):

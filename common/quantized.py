@@ -1,0 +1,93 @@
+"""Low-precision execution of an ordinary model: the numeric path of a quantised rollout engine, in float arithmetic.
+
+    with quantized(lm, "fp8_e4m3"):
+        ...                                   # any forward pass through `forward_hidden` or the torch engine
+
+Inside, every linear layer of the decoder sees its input and its weight as the format holds them (inputs in blocks of 1 x 128, weights of 128 x 128), and
+attention sees keys (after rotary position) and values as read back from a cache with one scale per token and head (kernels/fp8.py has the rules). The
+embedding and the output head stay as they are, as in vLLM. Gradients pass straight through to the weights, which keep their precision and their names:
+the same context is the executor's emulation at generation and the learner's forward pass in quantisation-aware training, and both give the same bits
+for the same input. Products are summed in the model's own precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+
+from kernels.fp8 import FORMATS, quantize_dequantize, quantize_dequantize_kv
+
+EMULATED = ("bf16", *FORMATS)  # bf16: every value rounded to bfloat16 instead
+
+
+class _Bfloat16(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.bfloat16().to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+def as_stored(x: torch.Tensor, fmt: str, kind: str) -> torch.Tensor:
+    """x as the format holds it, in x's shape and dtype, straight-through gradient. kind: "weight" [M, N], "input" [.., N] or "kv" [.., head_dim].
+
+    Raises ValueError for an unknown format, and (on a CPU) for values that are not finite.
+    """
+    if fmt == "bf16":
+        return _Bfloat16.apply(x)
+    if kind == "kv":
+        return quantize_dequantize_kv(x, fmt)
+    return quantize_dequantize(x, fmt, (128, 128) if kind == "weight" else (1, 128))
+
+
+def kv_as_stored(module: torch.nn.Module, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values [.., head_dim] as an attention module reads them back from the cache; unchanged outside of `quantized`."""
+    fmt = getattr(module, "kv_format", None)
+    return (key, value) if fmt is None else (as_stored(key, fmt, "kv"), as_stored(value, fmt, "kv"))
+
+
+@contextmanager
+def quantized(lm: torch.nn.Module, fmt: str | None, kv: bool = True, frozen: bool = False) -> Iterator[None]:
+    """Runs `lm` (a causal LM of transformers, the bare module also where DDP or FSDP2 wraps it) in the format. None: as it is.
+
+    kv: the cache too. frozen: quantise the weights once, on entry and without gradient, for many forward passes with the same weights.
+    Raises ValueError for an unknown format, or where a context is already open for this model.
+    """
+    if fmt is None:
+        yield
+        return
+    if fmt not in EMULATED:
+        raise ValueError(f"unknown format {fmt!r}: one of {', '.join(EMULATED)}")
+    linears = [m for m in lm.base_model.modules() if isinstance(m, torch.nn.Linear)]
+    attentions = [m for m in lm.base_model.modules() if hasattr(m, "k_proj") and hasattr(m, "layer_idx")]
+    if any("forward" in vars(m) for m in linears):
+        raise ValueError("this model already runs in a format")
+    last: list[torch.Tensor | None] = [None, None]  # q, k and v (gate and up) get the same input: it is quantised once
+
+    def forward_of(module: torch.nn.Linear):
+        with torch.no_grad():
+            stored = as_stored(module.weight, fmt, "weight") if frozen else None
+
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            if last[0] is not x:
+                last[:] = x, as_stored(x, fmt, "input")
+            return F.linear(last[1], as_stored(module.weight, fmt, "weight") if stored is None else stored, module.bias)
+
+        return forward
+
+    try:
+        for module in linears:
+            module.forward = forward_of(module)
+        for module in attentions if kv else ():
+            module.kv_format = fmt
+        yield
+    finally:
+        for module in linears:
+            vars(module).pop("forward", None)
+        for module in attentions:
+            vars(module).pop("kv_format", None)
