@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false", "MPLBACKEND": "Agg"}
-PRELOAD = ["script_runner", "common.engine", "common.run", "common.policies", "common.processes", "common.viewer", "common.envs.sql", "common.envs.tools"]
+PRELOAD = ["script_runner", "common.engine_torch", "common.run", "common.policies", "common.processes", "common.viewer", "common.envs.sql", "common.envs.tools"]
 PRELOAD += ["common.envs.instructions", "kernels.js_divergence", "transformers.models.llama.modeling_llama", "matplotlib.pyplot", "tyro"]
 TIMEOUT = 300  # seconds; only a hanging run reaches it
 
@@ -113,7 +113,7 @@ def limit_file_size(limit: int) -> None:
 
 def after_generate(number: int, act: Callable[[], object]) -> None:
     """Acts when answers were sampled for the time `number` (from 0, evaluations count) and before they are verified."""
-    from common.engine import TorchEngine
+    from common.engine_torch import TorchEngine
 
     real, seen = TorchEngine.generate, [-1]
 

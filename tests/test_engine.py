@@ -23,7 +23,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from common.engine import EngineError, Sample, Sampling, SharedPrefixCache, TorchEngine, VLLMEngine, _is_plain_causal, _Sampler, make_engine
+from common.engine import EngineError, Sample, Sampling, make_engine
+from common.engine_torch import SharedPrefixCache, TorchEngine, _is_plain_causal, _Sampler
+from common.engine_vllm import VLLMEngine
 from common.policies import load_policy
 
 VOCAB = 96
