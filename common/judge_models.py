@@ -7,6 +7,7 @@ import email.utils
 import hashlib
 import ipaddress
 import json
+import logging
 import math
 import os
 import random
@@ -152,13 +153,21 @@ class HTTPJudge(Judge):
         async def everything() -> None:
             import openai
 
+            for name in ("openai", "httpx2", "httpcore2"):  # at lower levels they log headers, which an endpoint may fill with the key
+                logging.getLogger(name).setLevel(logging.WARNING)
             local = _is_local(urlsplit(self.base_url).hostname or "")
             transport = openai.DefaultAsyncHttpxClient(trust_env=not local, follow_redirects=False)  # no proxy to this machine, no key to another host
             slots = asyncio.Semaphore(self.settings.concurrency)
             async with openai.AsyncOpenAI(
                 api_key=self._key or "none", base_url=self.base_url, max_retries=0, timeout=self.settings.timeout, http_client=transport
             ) as client:
-                await asyncio.gather(*(self._answer_job(client, slots, job, done, lost) for job in jobs))
+                tasks = [asyncio.create_task(self._answer_job(client, slots, job, done, lost)) for job in jobs]
+                try:
+                    await asyncio.gather(*tasks)
+                finally:
+                    for task in tasks:
+                        task.cancel()
+                    await asyncio.gather(*tasks, return_exceptions=True)
 
         _run_async(everything)
         if self._replies == 0 and lost and (len(jobs) > 1 or not lost[0].own):
