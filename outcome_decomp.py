@@ -13,6 +13,9 @@ A sample counts as finished under B if it ended by itself within B tokens; one t
     python outcome_decomp.py decompose --records r.jsonl --base base --cap 8192   your own records (.jsonl .parquet .csv, lm-evaluation-harness logs)
     python outcome_decomp.py preregister --predict "H1: every finishing_share > 0.5 at tight"
     python outcome_decomp.py simulate --problems 300                              records whose truth is known
+    python outcome_decomp.py sample --models base=tiny rl=runs/RUN/policy         records of models, on generated or real problems
+    python outcome_decomp.py recheck --wins runs/RUN --models base=tiny rl=...    further samples of the losers of lone wins
+    python outcome_decomp.py probe --channel hint                                 GSPO under a token cap, with or without outside knowledge
 The accounting needs neither a model nor torch.
 """
 
@@ -111,6 +114,140 @@ class Simulate:
     """of everything drawn"""
     out: str = "simulated.jsonl"
     """file to write; the pairs go beside it as *.pairs.json"""
+
+
+@dataclass
+class Sample:
+    """Draws and grades samples of one or more models and writes records; a killed run goes on where it stopped."""
+
+    models: tuple[str, ...] = ()
+    """NAME=MODEL ...: tiny, smollm2, a folder (a probe leaves RUN/policy) or a hub id, for example base=tiny rl=runs/RUN/policy"""
+    env: str = "maths"
+    """problems: maths, maths:physics, or maths:FILE (MATH or GSM8K jsonl)"""
+    split: Literal["eval", "train", "all"] = "eval"
+    """which of them"""
+    num_problems: int = 0
+    """the first so many (0: all)"""
+    dataset: str = ""
+    """name of the data set in the records"""
+    samples: int = 8
+    """samples a problem [paper]"""
+    temperature: float = 0.6
+    """of sampling [paper]"""
+    max_new_tokens: int = 96
+    """length limit, the largest budget that can be read; the stop token counts [paper: 65536]"""
+    judge: str = ""
+    """second grader of finished answers: rule, local:MODEL, openai:MODEL or openai:MODEL@URL (key in JUDGE_API_KEY); empty: none"""
+    ungraded: Literal["error", "wrong"] = "error"
+    """an answer that math-verify cannot decide in its time: leave it out and fail at the end, or record it as wrong"""
+    keep_text: bool = True
+    """keep the answers in the records"""
+    engine: Literal["auto", "torch", "vllm"] = "auto"
+    """generation; auto: vllm on CUDA, torch elsewhere"""
+    rollout_format: Literal["auto", "bf16", "fp8"] = "auto"
+    """number format of generation; auto: FP8 in vllm on CUDA, the model's own elsewhere"""
+    batch_problems: int = 16
+    """problems generated, graded and written together; the records do not depend on it"""
+    seed: int = 1
+    """every sample has its own stream from (seed, problem, number)"""
+    out: str = "records.jsonl"
+    """record file, gone on with when it exists; its settings lie beside it in *.settings.json"""
+
+
+@dataclass
+class Recheck(Sample):
+    """Draws further samples of the losers of lone wins and prints which wins survive; `decompose --recheck FILE` takes them in."""
+
+    wins: str = ""
+    """lone_wins.jsonl of `decompose`, or its folder"""
+    samples: int = 32
+    """further samples of the loser for each lone win [paper: 24 to 56]"""
+    out: str = "recheck.jsonl"
+    """record file of the further samples, gone on with when it exists"""
+
+
+@dataclass
+class Probe:
+    """Trains with GSPO under a token cap, plain or with one channel that supplies missing setup knowledge, and measures what stays."""
+
+    # --- run
+    env: str = "maths"
+    """problems: maths (a made-up world; tiny policy), maths:physics, or maths:FILE (MATH or GSM8K jsonl; channel plain only)"""
+    model: str = "tiny"
+    """tiny (built and warm-started on first use), smollm2, a folder or a hub id"""
+    engine: Literal["auto", "torch", "vllm"] = "auto"
+    """generation; auto: vllm on CUDA, torch elsewhere"""
+    rollout_format: Literal["auto", "bf16", "fp8", "fp8_kv"] = "auto"
+    """number format of rollouts; auto: FP8 weights, activations and KV cache in vllm on CUDA, the model's own elsewhere; fp8_kv: FP8 cache only"""
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    """arithmetic of training (master weights are always float32); auto: bf16 autocast on CUDA, float32 elsewhere"""
+    parallel: Literal["ddp", "fsdp2"] = "ddp"
+    """how several processes share the model"""
+    share_prompts: Literal["auto", "on", "off"] = "auto"
+    """compute the prompt of a group once instead of once per response (exact); auto: on where the model allows it"""
+    seed: int = 1
+    """seed of data order and sampling; every sample has its own stream from (seed, update, task, sample)"""
+    num_updates: int = 60
+    """rollout-and-update rounds [paper]"""
+    eval_every: int = 10
+    """updates between greedy evaluations on the held-out problems (0: only at the start and the end)"""
+    eval_tasks: int = 128
+    """held-out problems"""
+    save_every: int = 30
+    """updates between checkpoints (0: only at the end and when interrupted)"""
+    resume: str = ""
+    """run folder to continue"""
+    out: str = ""
+    """run folder; empty: runs/<env>__outcome_probe__<seed>__<time>"""
+    track: bool = False
+    """log to Weights & Biases too"""
+    compare: tuple[str, ...] = ()
+    """print these finished run folders side by side (mean over seeds, 95 % t-interval) and train nothing"""
+    # --- training
+    groups_per_update: int = 16
+    """problems per update, over all processes"""
+    group_size: int = 8
+    """responses per problem [paper: 16]"""
+    max_new_tokens: int = 48
+    """the token cap: a response that it cuts has reward 0 [paper: 12288]"""
+    temperature: float = 1.0
+    """of sampling in training and measurements, and of every log-prob in the loss"""
+    learning_rate: float = 5e-4
+    """constant after the warm-up; for the tiny policy (paper-size models: about 1e-6) [deduced]"""
+    lr_warmup_updates: int = 5
+    """linear warm-up of the learning rate [deduced]"""
+    update_epochs: int = 2
+    """passes over each rollout; in the first step after a rollout the ratio is exactly 1 [deduced]"""
+    num_minibatches: int = 1
+    """optimizer steps per pass"""
+    micro_batch_tokens: int = 4096
+    """most tokens in one forward pass; gradients do not depend on it"""
+    clip_low: float = 3e-4
+    """the response's ratio is clipped below at 1 - clip_low [GSPO's published value]"""
+    clip_high: float = 4e-4
+    """the response's ratio is clipped above at 1 + clip_high [GSPO's published value]"""
+    tis_cap: float = 2.0
+    """per-token truncated importance weight min(trainer/engine, cap), detached, applied after the clip (0: off)"""
+    advantage_eps: float = 1e-4
+    """added to a group's standard deviation (ddof 1) [deduced]"""
+    max_grad_norm: float = 1.0
+    """gradient clipping by global norm"""
+    # --- the probe
+    channel: Literal["plain", "hint", "control", "teacher", "setup", "questions", "reward"] = "plain"
+    """hint: setup facts in the prompt; control: a checklist as long in tokens; teacher: the derivation takes the place of one sample where a whole group
+    failed; setup: the response must begin with a setup section; questions: supervised steps on sub-questions first; reward: a bonus for stated facts"""
+    train_problems: int = 96
+    """training problems, seen again and again; none of them uses a fact that is held back"""
+    touch_at_most: int = 1
+    """a channel helps on problems with at most so many solves among --base-samples of the start policy [deduced]"""
+    base_samples: int = 8
+    """samples a problem, before training, that choose the touched problems and the bins of prior solves"""
+    measure_samples: int = 16
+    """further samples a problem, before and after training, that solve rates are read from"""
+    question_steps: int = 8
+    """channel questions: supervised optimizer steps before the first update [deduced]"""
+    setup_coef: float = 0.5
+    """channel reward: bonus times the share of setup facts stated rightly anywhere in the response [deduced]"""
 
 
 # ---------------------------------------------------------------------------------------------------------------------- accounting
@@ -469,6 +606,10 @@ def analyse(args: Decompose, tables: Sequence[Table], pairs: Sequence[Pair], ext
         summary |= {key: intervals(v, args.level).tolist() for key, v in values.items()}
     at_cap = [r["terms"]["reach"][0] for r in rows if r["reading"] and r["k"] == 1 and r["grader"] == "matcher"]
     summary |= {"reach_mean": sum(at_cap) / len(at_cap), "reach_max": max(at_cap)}
+    cases = sum(c["problems"] for c in catch)
+    if cases:
+        names = ("base_then", "rl_then", "base_last", "rl_last")
+        summary["catch_up"] = {m: sum(c[m][0] * c["problems"] for c in catch if c["problems"]) / cases for m in names} | {"problems": cases}
     pooled = symmetry(wins, sum(t["chance"] for t in tests))
     return {
         "rows": rows,
@@ -542,8 +683,35 @@ def simulate_command(args: Simulate) -> int:
 
 # ---------------------------------------------------------------------------------------------------------------------- subcommands
 
+
+def sample(args: Sample) -> int:
+    import outcome_sample
+
+    return outcome_sample.guarded(outcome_sample.sample, args)
+
+
+def recheck(args: Recheck) -> int:
+    import outcome_sample
+
+    return outcome_sample.guarded(outcome_sample.recheck, args)
+
+
+def probe(args: Probe) -> int:
+    import outcome_probe
+    import outcome_sample
+
+    return outcome_sample.guarded(outcome_probe.command, args)
+
+
 # Name, its flags, what it does. Commands that need torch import it inside their function.
-COMMANDS = {"decompose": (Decompose, decompose), "preregister": (Preregister, preregister), "simulate": (Simulate, simulate_command)}
+COMMANDS: dict[str, tuple[Any, Any]] = {
+    "decompose": (Decompose, decompose),
+    "preregister": (Preregister, preregister),
+    "simulate": (Simulate, simulate_command),
+    "sample": (Sample, sample),
+    "recheck": (Recheck, recheck),
+    "probe": (Probe, probe),
+}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -554,8 +722,12 @@ def main(argv: Sequence[str]) -> int:
     for name, (flags, _) in COMMANDS.items():
         one = Annotated[flags, tyro.conf.subcommand(name=name)]
         cls = one if cls is None else cls | one
-    args = tyro.cli(cls, args=list(argv) or ["decompose"], prog="outcome_decomp.py", description=__doc__)
     try:
+        if list(argv[:1]) == ["probe"] and any(word.partition("=")[0] == "--resume" for word in argv):
+            import outcome_probe
+
+            return probe(outcome_probe.resumed(Probe, argv[1:]))
+        args = tyro.cli(cls, args=list(argv) or ["decompose"], prog="outcome_decomp.py", description=__doc__)
         return next(run for flags, run in COMMANDS.values() if type(args) is flags)(args)
     except DataError as error:
         print(f"DataError: {error}", file=sys.stderr)

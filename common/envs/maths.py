@@ -365,7 +365,7 @@ OPERATIONS: dict[str, Callable[[int], tuple[str, int]]] = {
     "then take 1": lambda x: (f"{x}-1", x - 1),
     "then double": lambda x: (f"{x}*2", x * 2),
 }
-DECLARES, DECLARES_HINTED, HESITATES, STOPS_EARLY = 0.55, 0.75, 0.4, 0.15  # habits of the careless expert
+DECLARES, DECLARES_HINTED, HESITATES, STOPS_EARLY = 0.55, 0.75, 0.55, 0.15  # habits of the careless expert
 
 
 def _world() -> dict[str, dict[str, Any]]:
