@@ -1,4 +1,4 @@
-"""Runs inside the box, as a text given to ``python -c``: pytest on hostile files. The host's side is ``sandbox_pytest.py``; nothing of this project is imported.
+"""Runs inside the box, as a text given to ``python -c``: pytest on hostile files. The host's side is ``sandbox_pytest.py``; this project is not imported.
 
 ``serve``: the first process of a process namespace. It holds a pytest session that has not collected anything yet and forks it for each run. It never reads
 a run's files (the child does), so that its memory, which every later child inherits, holds nothing of earlier runs. It cannot be killed or traced from

@@ -33,7 +33,7 @@ START_S = 120.0  # seconds for a worker to import pytest, on a busy machine
 # Options of a suite without settings of its own; the parts of pytest that it does not need cost half of a small run.
 _UNUSED = "debugging doctest junitxml logging pastebin setuponly setupplan stepwise threadexception unraisableexception warnings"
 ISOLATED = ("-c", os.devnull, "--continue-on-collection-errors", *(part for name in _UNUSED.split() for part in ("-p", f"no:{name}")))
-_IDLE_MAX = max(2, os.cpu_count() or 2)
+WORKERS = max(2, min(16, os.cpu_count() or 2))  # side by side; about 40 MB each
 
 
 @dataclass(frozen=True)
@@ -229,6 +229,7 @@ class _Worker:
 
 
 _lock = threading.Lock()
+_places = threading.BoundedSemaphore(WORKERS)
 _idle: dict[tuple[int, int, int], list[_Worker]] = {}
 _keeper_thread: ThreadPoolExecutor | None = None
 
@@ -277,10 +278,14 @@ def run_pytest(
     body = json.dumps(request).encode()
     if sandbox.isolation_problem():
         return _run_cold(body, token, wall_s, cpu_s, memory_mb, file_mb, processes, require_isolation)
-    key = (memory_mb, file_mb, processes)
+    with _places:
+        return _run_warm(body, token, wall_s, (memory_mb, file_mb, processes))
+
+
+def _run_warm(body: bytes, token: str, wall_s: float, key: tuple[int, int, int]) -> PytestResult:
     for attempt in (0, 1):
         with _lock:
-            worker = _idle.setdefault(key, []).pop() if _idle.get(key) else None
+            worker = _idle[key].pop() if _idle.get(key) else None
         worker = worker or _Worker(*key)
         good = False
         try:
@@ -291,9 +296,9 @@ def run_pytest(
                 raise
         finally:
             with _lock:
-                keep = good and len(_idle.setdefault(key, [])) < _IDLE_MAX
+                keep = good and sum(map(len, _idle.values())) < WORKERS
                 if keep:
-                    _idle[key].append(worker)
+                    _idle.setdefault(key, []).append(worker)
             if not keep:
                 worker.close()
     raise AssertionError("unreachable")
