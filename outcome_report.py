@@ -21,7 +21,7 @@ def known(x: float | None) -> bool:
 
 
 def signed(x: float | None, digits: int = 3) -> str:
-    return f"{x:+.{digits}f}" if known(x) else "-"
+    return f"{round(x, digits) + 0.0:+.{digits}f}" if known(x) else "-"  # + 0.0: no "-0.000"
 
 
 def plain(x: float | None, digits: int = 3) -> str:
@@ -98,8 +98,12 @@ def summary_lines(result: dict[str, Any]) -> list[tuple[str, str]]:
                 )
             )
     out.append(("reach", f"net reach where the pairs are read: mean {signed(s['reach_mean'], 4)}, largest {signed(s['reach_max'], 4)}"))
+    if "catch_up" in s:
+        c = s["catch_up"]
+        then, last = f"base {c['base_then']:.2f}, RL {c['rl_then']:.2f} there", f"base {c['base_last']:.2f}, RL {c['rl_last']:.2f} at the largest budget"
+        out.append(("catch_up", f"problems on which RL leads at a tight budget ({c['problems']} cases): {then}; {last}"))
     for r in result["lengths"]:
-        if "backtracks_ratio" in r:
+        if "backtracks_ratio" in r and len(result["lengths"]) <= 6:
             per = f"{r['backtracks_base'][0]:.2f} > {r['backtracks_rl'][0]:.2f} an answer (ratio {interval(r['backtracks_ratio'], False, 2)})"
             rate = f"{r['per_1000_tokens_base']:.2f} > {r['per_1000_tokens_rl']:.2f} per 1,000 tokens"
             out.append(("words", f"wait / actually, {pair_name(r)}: {per}, {rate}; length ratio {interval(r['length_ratio'], False, 2)}"))
