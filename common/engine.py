@@ -200,8 +200,9 @@ def make_engine(
     """Build an engine that holds the weights of `model`, ready to generate (weight_version 0).
 
     kind: "torch" runs `model` itself; "vllm" copies its weights into vLLM. tokenizer: only its pad token is used, to refuse padded prompts.
-    rollout_format: "auto" (vLLM on a GPU with FP8 units: fp8; else the model's own precision), "bf16", or "fp8" (vLLM on a GPU: W8A8 and FP8 cache).
-    The torch engine emulates fp8_e4m3 (also named fp8), fp8_e5m2, int8 and int4 bit by bit (common/quantized.py); bf16 is the model's own precision there.
+    rollout_format: "auto" (vLLM on a GPU with FP8 units: fp8; else the model's own precision), "bf16", "fp8" (vLLM on a GPU: W8A8 and FP8 cache, its own
+    scales) or "fp8_e4m3" (the same with a scale per block, and per token and head in the cache). The torch engine emulates fp8_e4m3 (also as fp8),
+    fp8_e5m2, int8 and int4 bit by bit (common/quantized.py); bf16 is the model's own precision there.
     max_model_len: most tokens of prompt and sample; default: the model's context.
     The others concern vLLM only. model_path: folder to start from instead of an empty model. gpu_memory_utilization: share of the GPU's memory.
     dtype: "float32" (default on a CPU), "bfloat16" (default on a GPU). kv_cache_dtype: "fp8" for an 8-bit cache, also on a CPU.
@@ -219,9 +220,7 @@ def make_engine(
         return TorchEngine(model, tokenizer, max_model_len=max_model_len, emulate=emulate, **engine_options)
     if kind != "vllm":
         raise EngineError(f"--engine {kind!r}: choose torch or vllm")
-    if rollout_format == "fp8_e4m3":
-        rollout_format = "fp8"  # vLLM's name for it
-    elif rollout_format in FORMATS:
+    if rollout_format in FORMATS and rollout_format != "fp8_e4m3":
         raise EngineError(f"--rollout-format {rollout_format}: vLLM computes in fp8 (E4M3) or bf16; use --engine torch, which emulates it")
     from common.engine_vllm import make_vllm
 

@@ -198,7 +198,7 @@ class TorchEngine(Engine):
     Any other causal LM takes the generic path: batches of equal prompt length with the model's own cache; there, a turn of a session computes its whole prompt.
     fast_path=False forces the generic path.
     forward_tokens counts the tokens that went through the model (without padding).
-    emulate: a format of common/quantized.py that linear layers and (emulate_kv) the cache compute in, on the fast path only.
+    emulate: a format of common/quantized.py that the cache and (emulate_linears) the linear layers compute in, on the fast path only.
     """
 
     def __init__(
@@ -211,7 +211,7 @@ class TorchEngine(Engine):
         prefill_tokens: int = 8192,
         fast_path: bool | None = None,
         emulate: str | None = None,
-        emulate_kv: bool = True,
+        emulate_linears: bool = True,
         seed: int = 0,
     ) -> None:
         if isinstance(model, torch.nn.parallel.DistributedDataParallel):
@@ -229,7 +229,7 @@ class TorchEngine(Engine):
             raise EngineError(f"fast_path=True: {type(model).__name__} is not a plainly causal decoder; leave fast_path at None")
         if emulate and not self.fast_path:
             raise EngineError(f"{emulate} cannot be emulated for {type(model).__name__}: only for {', '.join(sorted(PLAIN_CAUSAL))} without attention windows")
-        self.emulate, self.emulate_kv = emulate, emulate_kv
+        self.emulate, self.emulate_linears = emulate, emulate_linears
         parameters = inspect.signature(model.forward).parameters
         self.cache_argument = "cache" if "cache" in parameters else "past_key_values"  # renamed within transformers 5
         self.forward_tokens = 0
@@ -288,7 +288,7 @@ class TorchEngine(Engine):
         with (
             evaluating(self.model),
             torch.inference_mode() if self.fast_path else torch.no_grad(),
-            quantized(self.model, self.emulate, self.emulate_kv, frozen=True),
+            quantized(self.model, self.emulate, linears=self.emulate_linears, frozen=True),
         ):
             start = 0
             while start < len(order):
@@ -317,7 +317,7 @@ class TorchEngine(Engine):
     def _decode_fast(self, prompts, sampling, n, uniforms, sessions):
         device = next(self.model.parameters()).device
         lengths = [len(prompt) for prompt in prompts]
-        cache = SharedPrefixCache(lengths, n, sampling.max_new_tokens, device, self.emulate if self.emulate_kv else None)
+        cache = SharedPrefixCache(lengths, n, sampling.max_new_tokens, device, self.emulate)
         past = [0] * len(prompts)
         for i, session in enumerate(sessions or []):
             if session in self.sessions:

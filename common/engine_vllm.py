@@ -228,13 +228,14 @@ def make_vllm(
     on_gpu = torch.cuda.is_available()
     if rollout_format == "auto":
         rollout_format = "fp8" if on_gpu and torch.cuda.get_device_capability() >= (8, 9) else "native"
-    if rollout_format == "fp8" and not on_gpu:
+    eight_bit = rollout_format in ("fp8", "fp8_e4m3")
+    if eight_bit and not on_gpu:
         raise EngineError(
-            "--rollout-format fp8: FP8 weights and activations (W8A8) need a GPU, the CPU build of vLLM has no kernel for them. "
+            f"--rollout-format {rollout_format}: FP8 weights and activations (W8A8) need a GPU, the CPU build of vLLM has no kernel for them. "
             "Use --rollout-format auto; for an 8-bit cache alone pass kv_cache_dtype='fp8'"
         )
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    if rollout_format == "fp8" and parameters < 1e9:
+    if eight_bit and parameters < 1e9:
         warnings.warn(
             f"FP8 rollouts with {parameters / 1e6:.0f} M parameters: models under 1 B lose much accuracy; --rollout-format bf16 turns FP8 off", stacklevel=3
         )
@@ -250,9 +251,9 @@ def make_vllm(
     for name in ("vllm.renderers.base", "vllm.model_executor.model_loader.reload.layerwise"):
         logging.getLogger(name).setLevel(logging.ERROR)  # they warn about the tokenizer we do not load and about layers without weights
     options: dict[str, Any] = {"dtype": dtype or ("bfloat16" if on_gpu or rollout_format == "bf16" else "float32")}
-    if rollout_format == "fp8":
-        options["quantization"] = "fp8"
-        kv_cache_dtype = kv_cache_dtype or "fp8"
+    if eight_bit:
+        options["quantization"] = "fp8" if rollout_format == "fp8" else "fp8_per_block"
+        kv_cache_dtype = kv_cache_dtype or ("fp8" if rollout_format == "fp8" else "fp8_per_token_head")
     if kv_cache_dtype:
         options["kv_cache_dtype"] = kv_cache_dtype
     if on_gpu:

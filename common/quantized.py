@@ -33,29 +33,34 @@ class _Bfloat16(torch.autograd.Function):
         return grad
 
 
-def as_stored(x: torch.Tensor, fmt: str, kind: str) -> torch.Tensor:
+def as_stored(x: torch.Tensor, fmt: str, kind: str, scale: float | None = None) -> torch.Tensor:
     """x as the format holds it, in x's shape and dtype, straight-through gradient. kind: "weight" [M, N], "input" [.., N] or "kv" [.., head_dim].
+
+    scale: fixed scale of kind "kv" instead of one per token and head.
 
     Raises ValueError for an unknown format, and (on a CPU) for values that are not finite.
     """
     if fmt == "bf16":
         return _Bfloat16.apply(x)
     if kind == "kv":
-        return quantize_dequantize_kv(x, fmt)
+        return quantize_dequantize_kv(x, fmt, scale)
     return quantize_dequantize(x, fmt, (128, 128) if kind == "weight" else (1, 128))
 
 
 def kv_as_stored(module: torch.nn.Module, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values [.., head_dim] as an attention module reads them back from the cache; unchanged outside of `quantized`."""
-    fmt = getattr(module, "kv_format", None)
-    return (key, value) if fmt is None else (as_stored(key, fmt, "kv"), as_stored(value, fmt, "kv"))
+    rule = getattr(module, "kv_format", None)
+    return (key, value) if rule is None else (as_stored(key, rule[0], "kv", rule[1]), as_stored(value, rule[0], "kv", rule[1]))
 
 
 @contextmanager
-def quantized(lm: torch.nn.Module, fmt: str | None, kv: bool = True, frozen: bool = False) -> Iterator[None]:
+def quantized(
+    lm: torch.nn.Module, fmt: str | None, linears: bool = True, kv: bool = True, kv_scale: float | None = None, frozen: bool = False
+) -> Iterator[None]:
     """Runs `lm` (a causal LM of transformers, the bare module also where DDP or FSDP2 wraps it) in the format. None: as it is.
 
-    kv: the cache too. frozen: quantise the weights once, on entry and without gradient, for many forward passes with the same weights.
+    linears, kv: the linear layers, the cache; kv_scale: a fixed scale for the whole cache, as vLLM's "fp8" cache has (1.0), instead of one per token and
+    head. frozen: quantise the weights once, on entry and without gradient, for many forward passes with the same weights.
     Raises ValueError for an unknown format, or where a context is already open for this model.
     """
     if fmt is None:
@@ -63,9 +68,9 @@ def quantized(lm: torch.nn.Module, fmt: str | None, kv: bool = True, frozen: boo
         return
     if fmt not in EMULATED:
         raise ValueError(f"unknown format {fmt!r}: one of {', '.join(EMULATED)}")
-    linears = [m for m in lm.base_model.modules() if isinstance(m, torch.nn.Linear)]
-    attentions = [m for m in lm.base_model.modules() if hasattr(m, "k_proj") and hasattr(m, "layer_idx")]
-    if any("forward" in vars(m) for m in linears):
+    layers = [m for m in lm.base_model.modules() if isinstance(m, torch.nn.Linear)] if linears else []
+    attentions = [m for m in lm.base_model.modules() if hasattr(m, "k_proj") and hasattr(m, "layer_idx")] if kv else []
+    if any("forward" in vars(m) for m in layers) or any("kv_format" in vars(m) for m in attentions):
         raise ValueError("this model already runs in a format")
     last: list[torch.Tensor | None] = [None, None]  # q, k and v (gate and up) get the same input: it is quantised once
 
@@ -81,13 +86,13 @@ def quantized(lm: torch.nn.Module, fmt: str | None, kv: bool = True, frozen: boo
         return forward
 
     try:
-        for module in linears:
+        for module in layers:
             module.forward = forward_of(module)
-        for module in attentions if kv else ():
-            module.kv_format = fmt
+        for module in attentions:
+            module.kv_format = fmt, kv_scale
         yield
     finally:
-        for module in linears:
+        for module in layers:
             vars(module).pop("forward", None)
         for module in attentions:
             vars(module).pop("kv_format", None)
