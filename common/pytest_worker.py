@@ -130,6 +130,23 @@ def waiting() -> bool:
     return struct.unpack("i", fcntl.ioctl(0, termios.FIONREAD, bytes(4)))[0] > 0
 
 
+def wait_for(child: int) -> int:
+    """Wait status of the child. Orphans of the run end here too. When the host is gone, so is everything in the namespace."""
+    done = os.pidfd_open(child)
+    poll = select.poll()
+    poll.register(done, select.POLLIN)
+    poll.register(0, 0)  # only its other end's closing
+    while True:
+        if any(fd == 0 and event & select.POLLHUP for fd, event in poll.poll(1000)):
+            os._exit(1)
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        while pid not in (0, child):
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid == child:
+            os.close(done)
+            return status
+
+
 def serve() -> None:
     """Forks a child for each request, which returns; the server itself never does."""
     before = limits()
@@ -142,11 +159,7 @@ def serve() -> None:
             prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)
             os.chdir(FOLDER)
             return
-        status, strays = None, 0
-        while status is None:
-            pid, ended = os.waitpid(-1, 0)  # orphans of the run end here too
-            if pid == child:
-                status = ended
+        status, strays = wait_for(child), 0
         with contextlib.suppress(ProcessLookupError):
             os.kill(-1, signal.SIGKILL)  # everything in the namespace but this process
         with contextlib.suppress(ChildProcessError):

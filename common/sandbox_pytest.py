@@ -12,6 +12,7 @@ import atexit
 import contextlib
 import json
 import os
+import re
 import secrets
 import select
 import signal
@@ -62,6 +63,11 @@ class PytestResult:
         return self.clean and "passed" in self.outcomes.values() and set(self.outcomes.values()) <= {"passed", "skipped"}
 
 
+def _same(message: str) -> str:
+    """Without addresses, which differ from run to run."""
+    return re.sub(r"\b0x[0-9a-f]+", "0x", message)
+
+
 @dataclass
 class _Report:
     """Reads the lines of a run that may be forged."""
@@ -92,7 +98,7 @@ class _Report:
             if kind == "collect":
                 [name, message] = values
                 self.collection_errors.append(str(name))
-                self.outcomes[name], self.messages[name] = "error", str(message)
+                self.outcomes[name], self.messages[name] = "error", _same(message)
             elif kind == "collected" and self.collected is None:
                 [self.collected] = values
             elif kind == "test" and values[0] in (self.collected or ()):
@@ -101,7 +107,7 @@ class _Report:
                     return False
                 self.outcomes[name] = "error" if outcome == "failed" and when != "call" else str(outcome)
                 if message:
-                    self.messages[name] = str(message)
+                    self.messages[name] = _same(message)
             elif kind == "finished":
                 [self.finished] = values
             else:
@@ -140,7 +146,7 @@ class _Worker:
         limits = shell.format(report=report_write, file_blocks=file_mb * 2048, memory_kb=memory_mb * 1024, processes=processes)
         command = sandbox._bubblewrap_command({}, memory_mb, uid, variables)
         command = [command[0], "--as-pid-1", "--json-status-fd", str(status_write), *command[1:]]
-        command += ["bash", "-c", limits, "bash", sys.executable, "-I", "-c", WORKER, "serve", *ISOLATED]
+        command += ["bash", "-c", limits, "bash", sys.executable, "-sPB", "-c", WORKER, "serve", *ISOLATED]
         try:
             self.process = _keeper().submit(
                 subprocess.Popen, command, stdin=subprocess.PIPE, stdout=control_write, stderr=subprocess.PIPE, cwd="/", start_new_session=True,
@@ -306,7 +312,7 @@ def _run_warm(body: bytes, token: str, wall_s: float, key: tuple[int, int, int])
 
 def _run_cold(body: bytes, token: str, wall_s: float, cpu_s: int, memory_mb: int, file_mb: int, processes: int, require_isolation: bool) -> PytestResult:
     ran = sandbox.run_process(
-        [sys.executable, "-I", "-c", WORKER, "once", *ISOLATED],
+        [sys.executable, "-sPB", "-c", WORKER, "once", *ISOLATED],
         stdin=f"{len(body):016x}{body.decode()}",
         environment={"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONHASHSEED": "0"},
         wall_s=wall_s, cpu_s=cpu_s, memory_mb=memory_mb, file_mb=file_mb, processes=processes, output_bytes=REPORT_BYTES, require_isolation=require_isolation,

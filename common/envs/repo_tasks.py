@@ -196,9 +196,10 @@ KINDS = "arguments boolean boundary branch call condition constant default direc
 
 @dataclass
 class Program:
-    """Modules in the order of their use, each function name -> text."""
+    """Modules in the order of their use, each function name -> text. A fault may leave an import unused."""
 
     family: str
+    imports: dict[str, list[str]]  # module -> lines
     modules: dict[str, dict[str, str]]
 
     def functions(self) -> dict[str, tuple[str, str]]:
@@ -211,19 +212,10 @@ class Program:
         return (set(re.findall(r"(\w+)\(", own[name][1])) & own.keys()) - {name}
 
     def files(self) -> dict[str, str]:
-        own = self.functions()
-        files = {}
-        for module, functions in self.modules.items():
-            imports: dict[str, list[str]] = {}
-            for called in sorted(set().union(*map(self.calls, functions))):
-                if own[called][0] != module:
-                    imports.setdefault(own[called][0], []).append(called)
-            head = [f"from {other} import {', '.join(called)}" for other, called in imports.items()]
-            files[f"{module}.py"] = "\n".join([*head, *functions.values()]) + "\n"
-        return files
+        return {f"{module}.py": "\n".join([*self.imports[module], *functions.values()]) + "\n" for module, functions in self.modules.items()}
 
     def replaced(self, changes: Mapping[str, str]) -> Program:
-        return Program(self.family, {m: {n: changes.get(n, text) for n, text in functions.items()} for m, functions in self.modules.items()})
+        return Program(self.family, self.imports, {m: {n: changes.get(n, text) for n, text in functions.items()} for m, functions in self.modules.items()})
 
 
 def draw_program(family: str, rng: random.Random) -> Program:
@@ -236,7 +228,13 @@ def draw_program(family: str, rng: random.Random) -> Program:
             defaults = [part.replace("=", " is ") for part in head.partition("(")[2].split(", ") if "=" in part]
             words = ", ".join([in_words(ast.parse(body, mode="eval").body), *defaults])
             modules[module][head.partition("(")[0]] = f'def {head}):\n    """{words}"""\n    return {body}'
-    return Program(family, modules)
+    program = Program(family, {}, modules)
+    own = program.functions()
+    for module, functions in modules.items():
+        called = sorted(name for name in set().union(*map(program.calls, functions)) if own[name][0] != module)
+        sources = sorted({own[name][0] for name in called})
+        program.imports[module] = [f"from {source} import {', '.join(n for n in called if own[n][0] == source)}" for source in sources]
+    return program
 
 
 def evaluate(files: Mapping[str, str], calls: list[str]) -> list[Any]:
@@ -318,8 +316,6 @@ def draw_task(program: Program, faults: int, rng: random.Random, show_all: bool 
         kind = rng.choice(kinds)
         changes[name] = (kind, rng.choice([make for k, make in options if k == kind])())
     fixed, broken = program.files(), program.replaced({name: change for name, (_, change) in changes.items()}).files()
-    if [text.count("\n") for text in fixed.values()] != [text.count("\n") for text in broken.values()]:
-        return None  # a mutation took an import with it
     cases: dict[str, tuple[str, Any]] = {}
     for name in names:
         calls = [draw_call(own[name][1], rng) for _ in range(6)]
@@ -336,10 +332,7 @@ def draw_task(program: Program, faults: int, rng: random.Random, show_all: bool 
     for name, (kind, _) in changes.items():
         file = f"{own[name][0]}.py"
         alone = program.replaced({name: changes[name][1]}).files()[file].splitlines()
-        lines = [(i, old, new) for i, (old, new) in enumerate(zip(alone, fixed[file].splitlines()), 1) if old != new]
-        if len(lines) != 1:
-            return None
-        [(line, old, new)] = lines
+        [(line, old, new)] = [(i, old, new) for i, (old, new) in enumerate(zip(alone, fixed[file].splitlines()), 1) if old != new]
         fault_rows.append({"kind": kind, "function": name, "file": file, "line": line, "old": old, "new": new})
     failing = [name for name, value in zip(names, evaluate(broken, [call for call, _ in cases.values()])) if outcome(value, cases[name][1])]
     visible = [name for name in names if show_all or name in failing]
@@ -403,14 +396,15 @@ def _trap(program: Program, changes: dict[str, str], cases: dict[str, tuple[str,
                 if now[names.index(name)] and any(g and not a for g, a in zip(good, now)):
                     file = f"{own[helper][0]}.py"
                     lines = [(i, old, new) for i, (old, new) in enumerate(zip(before[file].splitlines(), after[file].splitlines()), 1) if old != new]
-                    if len(lines) == 1:
-                        return {"function": name, "helper": helper, "file": file, "line": lines[0][0], "old": lines[0][1], "new": lines[0][2]}
+                    [(line, old, new)] = lines
+                    return {"function": name, "helper": helper, "file": file, "line": line, "old": old, "new": new}
     return None
 
 
 def _joined(families: list[str], rng: random.Random) -> Program:
     drawn = [draw_program(family, rng) for family in families]
-    return Program("_".join(families), {module: functions for program in drawn for module, functions in program.modules.items()})
+    imports, modules = ({name: value for program in drawn for name, value in part(program).items()} for part in (lambda p: p.imports, lambda p: p.modules))
+    return Program("_".join(families), imports, modules)
 
 
 def split_of(program: Program) -> str:
