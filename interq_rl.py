@@ -116,6 +116,9 @@ class Args:
     preset: Literal["interq", "bf16", "flash_rl", "ais", "qurl", "qat", "qat_tis", "qat_ais", "prefix", "global"] = "interq"
     """sets --rollout-format, --qat and --correction where they are left at None; an explicit flag wins. flash_rl: token TIS without QAT;
     prefix, global: QAT and that correction"""
+    executor_output: Literal["bf16", "float32"] = "bf16"
+    """what the torch engine rounds the results of quantised layers to, as the kernels of a GPU do; the learner does not follow it, which leaves a
+    mismatch after QAT as there [deduced]"""
     qat: bool | None = None
     """the learner's forward pass follows the rollout format; None: by --preset"""
     correction: Literal["interq", "none", "token_tis", "token_ais", "qurl", "prefix", "global"] | None = None
@@ -729,7 +732,8 @@ def main(args: Args) -> Run:
     # start policy for the KL term; executor; parallel wrappers; optimizer
     start_policy = Policy(copy.deepcopy(lm)).eval().requires_grad_(False) if args.kl_coef > 0 else None
     engine_lm = copy.deepcopy(lm) if args.parallel == "fsdp2" and engine_kind == "torch" else lm
-    options = {"kv_cache_dtype": "fp8"} if only_kv and engine_kind == "vllm" else {"emulate_linears": not only_kv} if engine_kind == "torch" else {}
+    emulated = {"emulate_linears": not only_kv, "emulate_output": torch.bfloat16 if args.executor_output == "bf16" else None}
+    options = emulated if engine_kind == "torch" else {"kv_cache_dtype": "fp8"} if only_kv else {}
     rollout_format = ("auto" if engine_kind == "vllm" else "fp8_e4m3") if only_kv else args.rollout_format
     engine = make_engine(engine_kind, engine_lm, tokenizer, max_model_len=context, rollout_format=rollout_format, **options)
     rules = {"fmt": "fp8_e4m3", "linears": False, "kv_scale": 1.0 if engine_kind == "vllm" else None} if only_kv else {"fmt": args.rollout_format}

@@ -198,7 +198,8 @@ class TorchEngine(Engine):
     Any other causal LM takes the generic path: batches of equal prompt length with the model's own cache; there, a turn of a session computes its whole prompt.
     fast_path=False forces the generic path.
     forward_tokens counts the tokens that went through the model (without padding).
-    emulate: a format of common/quantized.py that the cache and (emulate_linears) the linear layers compute in, on the fast path only.
+    emulate: a format of common/quantized.py that the cache and (emulate_linears) the linear layers compute in, on the fast path only; emulate_output:
+    dtype that the results of those layers are rounded to, as by the kernels of a GPU.
     """
 
     def __init__(
@@ -212,6 +213,7 @@ class TorchEngine(Engine):
         fast_path: bool | None = None,
         emulate: str | None = None,
         emulate_linears: bool = True,
+        emulate_output: torch.dtype | None = None,
         seed: int = 0,
     ) -> None:
         if isinstance(model, torch.nn.parallel.DistributedDataParallel):
@@ -229,7 +231,7 @@ class TorchEngine(Engine):
             raise EngineError(f"fast_path=True: {type(model).__name__} is not a plainly causal decoder; leave fast_path at None")
         if emulate and not self.fast_path:
             raise EngineError(f"{emulate} cannot be emulated for {type(model).__name__}: only for {', '.join(sorted(PLAIN_CAUSAL))} without attention windows")
-        self.emulate, self.emulate_linears = emulate, emulate_linears
+        self.emulate, self.emulate_linears, self.emulate_output = emulate, emulate_linears, emulate_output
         parameters = inspect.signature(model.forward).parameters
         self.cache_argument = "cache" if "cache" in parameters else "past_key_values"  # renamed within transformers 5
         self.forward_tokens = 0
@@ -288,7 +290,7 @@ class TorchEngine(Engine):
         with (
             evaluating(self.model),
             torch.inference_mode() if self.fast_path else torch.no_grad(),
-            quantized(self.model, self.emulate, linears=self.emulate_linears, frozen=True),
+            quantized(self.model, self.emulate, linears=self.emulate_linears, output=self.emulate_output, frozen=True),
         ):
             start = 0
             while start < len(order):

@@ -55,12 +55,19 @@ def kv_as_stored(module: torch.nn.Module, key: torch.Tensor, value: torch.Tensor
 
 @contextmanager
 def quantized(
-    lm: torch.nn.Module, fmt: str | None, linears: bool = True, kv: bool = True, kv_scale: float | None = None, frozen: bool = False
+    lm: torch.nn.Module,
+    fmt: str | None,
+    linears: bool = True,
+    kv: bool = True,
+    kv_scale: float | None = None,
+    output: torch.dtype | None = None,
+    frozen: bool = False,
 ) -> Iterator[None]:
     """Runs `lm` (a causal LM of transformers, the bare module also where DDP or FSDP2 wraps it) in the format. None: as it is.
 
     linears, kv: the linear layers, the cache; kv_scale: a fixed scale for the whole cache, as vLLM's "fp8" cache has (1.0), instead of one per token and
-    head. frozen: quantise the weights once, on entry and without gradient, for many forward passes with the same weights.
+    head. output: dtype that every linear layer's result is rounded to, as the kernels of a GPU do. frozen: quantise the weights once, on entry and
+    without gradient, for many forward passes with the same weights.
     Raises ValueError for an unknown format, or where a context is already open for this model.
     """
     if fmt is None:
@@ -81,7 +88,8 @@ def quantized(
         def forward(x: torch.Tensor) -> torch.Tensor:
             if last[0] is not x:
                 last[:] = x, as_stored(x, fmt, "input")
-            return F.linear(last[1], as_stored(module.weight, fmt, "weight") if stored is None else stored, module.bias)
+            y = F.linear(last[1], as_stored(module.weight, fmt, "weight") if stored is None else stored, module.bias)
+            return y if output is None else y.to(output).to(y.dtype)
 
         return forward
 
