@@ -102,14 +102,22 @@ class HouseholdEnv:
 
     def oracle_plan(self) -> list[str]:
         """Commands from this state to the goal, however it was reached; empty at the goal. Raises RuntimeError where the goal is out of reach."""
+        return [self.game.command(action) for action in self._plan()]
+
+    def _plan(self) -> list[Action]:
         actions = plan(self.game, self.state)
         if actions is None:
             raise RuntimeError(f"task {self.task['id']}: the goal cannot be reached from this state")
-        return [self.game.command(action) for action in actions]
+        return actions
 
     def oracle_action(self) -> str:
-        """The next command of the oracle's plan from this state ("look" at the goal)."""
-        return next(iter(self.oracle_plan()), "look")
+        """The next response of the oracle from this state, in the form of the demonstrations: in generated tasks a line of thought stands before the command.
+        "look" at the goal. Raises RuntimeError where the goal is out of reach."""
+        actions = self._plan()
+        if not actions or "file" in self.task:
+            return self.game.command(actions[0]) if actions else "look"
+        purpose = next(action for action in actions if action.kind not in ("gotolocation", "openobject"))
+        return f"{aim(self.game, purpose)}\n{self.game.command(actions[0])}"
 
     def state_key(self) -> str:
         """32 hex digits; equal for two moments of a task exactly when every rule and text treats them alike. The number of the turn takes no part."""
@@ -171,10 +179,11 @@ def _grammar(compact: bool) -> Grammar:
     """ALFWorld's wording, or a shorter one in which every word that matters stands alone."""
     listed = "[{o.name | inreceptacle(o:object, r:receptacle)}]" if compact else "[{o.indefinite + ' ' + o.name | inreceptacle(o:object, r:receptacle)}]"
     opened, shut = "openable(r:receptacle) & opened(r:receptacle)", "openable(r:receptacle)"
-    rules = {"list_empty": [("", "nothing")], "list_separator": [("", ", ")]}
+    rules = {"list_empty": [("", "nothing")]}
     if compact:
         rules |= {
-            "list_last_separator": [("", ", ")],
+            "list_separator": [("", "{' '}")],
+            "list_last_separator": [("", "{' '}")],
             "intro": [("", "Room: [{r.name | receptacleatlocation(r:receptacle, l:location)}]. Task: #task#")],
             "see": [(opened, f"In {{r.name}}: {listed}."), (shut, "{r.name} is closed."), ("", f"On {{r.name}}: {listed}.")],
             "thing": [*((c, f"{{o.name}} is {word}.") for c, word in PROPERTIES), ("", "{o.name} is nothing special.")],
@@ -188,6 +197,7 @@ def _grammar(compact: bool) -> Grammar:
         around = f"You are in the middle of a room. Looking quickly around you, you see {room}."
         carry = "You are carrying: [{o.indefinite + ' ' + o.name | holds(a:agent, o:object)}]."
         rules |= {
+            "list_separator": [("", ", ")],
             "list_last_separator": [("", ", and ")],
             "intro": [("", "-= Welcome to TextWorld, ALFRED! =-\n\n#where#\n\nYour task is to: #task#")],
             "see": [
@@ -251,7 +261,7 @@ FAMILIES = ("pick", "look", "clean", "heat", "cool", "two")
 NEEDS = {"clean": (CLEAN, "c", "clean"), "heat": (HOT, "h", "hot"), "cool": (COOL, "f", "cool")}
 ABLE = {"c": UNARY["cleanable"], "h": UNARY["heatable"], "f": UNARY["coolable"]}
 SIZES = {"compact": (6, 5), "full": (12, 12)}  # receptacles, things besides the ones that the task names
-SCENES = 40  # layouts of the training split; as many others are for the unseen evaluation
+SCENES = 40  # rooms of the training split; as many others are for the unseen evaluation
 
 
 def takes(receptacle: str, thing: str) -> bool:
@@ -302,20 +312,20 @@ def build(task: dict[str, Any]) -> Game:
     )
 
 
-def _layouts(rng: random.Random, wording: str) -> tuple[list[list[str]], list[list[str]]]:
-    """Training layouts and unseen ones: no two share their set of receptacles."""
+def _rooms(rng: random.Random, wording: str) -> tuple[list[list[str]], list[list[str]]]:
+    """The receptacles of the rooms for training and of those for the unseen evaluation; no two rooms have the same. Large rooms have some of them twice."""
     others = [r for r in RECEPTACLES if r not in STATION.values()]
-    found: dict[frozenset[str], list[str]] = {}
+    more = SIZES[wording][0] - len(STATION)
+    found: set[tuple[str, ...]] = set()
     while len(found) < 2 * SCENES:
-        chosen = rng.sample(others, SIZES[wording][0] - len(STATION))
-        layout = [*STATION.values(), *chosen]
-        rng.shuffle(layout)
+        chosen = rng.sample(others, more if wording == "compact" else more * 2 // 3)
         # every family must have a place for its things, and a lamp needs a surface
         kinds = {kind for r in chosen for kind in RECEPTACLES[r][2].split()}
         if kinds >= {"food", "dish", "small"} and any(not RECEPTACLES[r][1] for r in chosen):
-            found.setdefault(frozenset(layout), layout)
-    layouts = list(found.values())
-    return layouts[:SCENES], layouts[SCENES:]
+            found.add(tuple(sorted([*STATION.values(), *chosen, *chosen[: more - len(chosen)]])))
+    rooms = sorted(found)
+    rng.shuffle(rooms)
+    return [list(room) for room in rooms[:SCENES]], [list(room) for room in rooms[SCENES:]]
 
 
 def _held_out(family: str, thing: str, target: str) -> bool:
@@ -323,8 +333,9 @@ def _held_out(family: str, thing: str, target: str) -> bool:
     return hashlib.sha256(f"{family} {thing} {target}".encode()).digest()[0] < 51
 
 
-def _task(rng: random.Random, layout: list[str], scene: str, wording: str, held_out: bool, family: str) -> dict[str, Any] | None:
-    """A task in a layout, or None where this draw gives none."""
+def _task(rng: random.Random, room: list[str], scene: str, wording: str, held_out: bool, family: str) -> dict[str, Any] | None:
+    """A task in a room whose receptacles stand in a new order, or None where this draw gives none."""
+    layout = rng.sample(room, len(room))
     kinds = [t for t in THINGS if family not in NEEDS or NEEDS[family][1] in THINGS[t][2]]
     thing = rng.choice(kinds)
     if family == "look":
@@ -354,13 +365,13 @@ def _task(rng: random.Random, layout: list[str], scene: str, wording: str, held_
 
 def _tasks(seed: int, wording: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     rng = random.Random(f"household {wording} {seed}")
-    known, unknown = _layouts(rng, wording)
+    known, unknown = _rooms(rng, wording)
     drawn: set[str] = set()
 
-    def draw(split: str, scenes: list[list[str]], held_out: bool, number: int) -> dict[str, Any]:
+    def draw(split: str, rooms: list[list[str]], held_out: bool, number: int) -> dict[str, Any]:
         while True:
-            i = rng.randrange(len(scenes))
-            task = _task(rng, scenes[i], f"{'new' if held_out else 'known'}-{i}", wording, held_out, FAMILIES[number % len(FAMILIES)])
+            i = rng.randrange(len(rooms))
+            task = _task(rng, rooms[i], f"{'new' if held_out else 'known'}-{i}", wording, held_out, FAMILIES[number % len(FAMILIES)])
             if task is not None and str(task) not in drawn:
                 drawn.add(str(task))
                 return {"id": f"household-{wording}-{split}-{seed}-{number}", "split": split, **task, "difficulty": len(plan(build(task), build(task).start))}
@@ -390,10 +401,11 @@ class _Expert:
         self.game, self.family, self.layout = self.env.game, task["family"], task["layout"]
         self.known: dict[int, int] = {}  # thing -> receptacle in which it was seen
         self.searched: set[int] = set()
+        self.aim = ""  # what the next commands are for
 
     def do(self, kind: str, *entities: int) -> None:
         """Executes a command, perhaps looks about. Raises _Over at the end of the episode."""
-        self.messages.append({"role": "assistant", "content": self.game.command(Action(kind, *entities))})
+        self.messages.append({"role": "assistant", "content": f"{self.aim}\n{self.game.command(Action(kind, *entities))}"})
         observation, _, terminated, truncated, _ = self.env.step(self.messages[-1]["content"])
         if terminated or truncated:
             raise _Over
@@ -409,43 +421,55 @@ class _Expert:
         return not self.game.shows(self.env.state, r)
 
     def search(self) -> None:
-        """The next receptacle that was not searched; all of them again when none is left, for a thing may be behind a door that was passed."""
-        self.searched = self.searched if len(self.searched) < len(self.layout) else set()
-        r = next(r for r in range(len(self.layout)) if r not in self.searched)
-        self.searched.add(r)
+        """Looks into the next receptacle of the room that was not searched; all of them again when none is left, for doors may have been passed."""
+        n = len(self.layout)
+        self.searched = self.searched if len(self.searched) < n else set()
+        here = next((r for r in range(n) if self.env.state.at in self.game.where[r]), n - 1)
+        r = next(r % n for r in range(here + 1, here + 1 + n) if r % n not in self.searched)
         self.go(r)
+        self.enter(r, PASSES_DOOR)
+
+    def enter(self, r: int, forgets: float = 0.0) -> None:
+        """Opens the receptacle that it stands at, unless it forgets to, and sees what is in it."""
+        self.searched.add(r)
         if self.closed(r):
-            if self.slip(PASSES_DOOR):
+            if self.slip(forgets):
                 return
             self.do("openobject", r)
         self.known |= dict.fromkeys(self.env.state.contents[r], r)
 
     def locate(self, wanted: Collection[int]) -> int:
         """One of the wanted things, in front of its open receptacle; the one at hand where there are several."""
+        self.aim = aim(self.game, Action("pickupobject", min(wanted)))
         while not (found := [o for o in sorted(wanted) if o in self.known]):
             self.search()
         thing = min(found, key=lambda o: self.env.state.at not in self.game.where[self.known[o]])
         self.go(self.known[thing])
-        if self.closed(self.known[thing]):
-            self.do("openobject", self.known[thing])
+        self.enter(self.known[thing])
+        return thing
+
+    def take(self, wanted: Collection[int]) -> int:
+        thing = self.locate(wanted)
+        self.do("pickupobject", thing, self.known.pop(thing))
         return thing
 
     def bring(self, wanted: Collection[int], target: int) -> int:
         """Fetches one of the wanted things, treats it if the task asks for that and it is not treated yet, and puts it to the target."""
-        thing = self.locate(wanted)
-        self.do("pickupobject", thing, self.known[thing])
+        thing = self.take(wanted)
         if self.family in NEEDS and not self.env.state.flags[thing] & NEEDS[self.family][0] and not self.slip(SKIPS_TREATMENT):
             station = STATION[self.family]
             r = self.layout.index(OTHER_STATION[station] if self.slip(WRONG_STATION) else station)
+            treatment = Action(f"{self.family}object", thing, r)
+            self.aim = aim(self.game, treatment)
             self.go(r)
-            self.do(f"{self.family}object", thing, r)
+            self.do(*treatment)
         if self.slip(WRONG_PLACE):
             target = next((r for r in range(len(self.layout)) if r != target and self.game.puts(thing, r)), target)
+        self.aim = aim(self.game, Action("putobject", thing, target))
         self.go(target)
         if self.closed(target) and self.slip(FORGETS_DOOR):
             self.do("putobject", thing, target)
-        if self.closed(target):
-            self.do("openobject", target)
+        self.enter(target)
         self.do("putobject", thing, target)
         self.known[thing] = target
         return thing
@@ -453,8 +477,7 @@ class _Expert:
     def solve(self) -> None:
         goal = self.game.goal
         if goal.lamps:
-            thing = self.locate(goal.objects)
-            self.do("pickupobject", thing, self.known[thing])
+            self.take(goal.objects)
             self.do("toggleobject", self.locate(goal.lamps))
         target, wanted = goal.receptacles[0], set(goal.objects)
         wanted.remove(self.bring(wanted, target))
@@ -462,12 +485,22 @@ class _Expert:
             self.bring(wanted, target)
         # the episode goes on, so something is wrong; mostly the expert does not see what
         for _ in range(3):
+            self.aim = "done"
             self.do("look")
             if self.slip(NOTICES):
                 self.slip = lambda p: False
-                for thing in goal.objects:
+                for thing in sorted(goal.objects):
                     if self.known.get(thing) != target or self.family in NEEDS:
                         self.bring([thing], target)
+
+
+def aim(game: Game, action: Action) -> str:
+    """The thought of demonstrations: what is being done, in the words that the next commands need."""
+    kind, o, r = action
+    word = game.names[o].split()[0]
+    if kind in ("pickupobject", "toggleobject"):
+        return f"find {word}"
+    return f"put {game.names[o]} {game.names[r]}" if kind == "putobject" else f"{kind.removesuffix('object')} {game.names[o]}"
 
 
 def _conversation(task: dict[str, Any], slip: Callable[[float], bool]) -> list[Message]:
@@ -546,7 +579,7 @@ def load(path: str | None = None, seed: int = 0) -> TaskSet:
         return load_folder(Path(path))
     wording = path or "compact"
     train, evaluation = _tasks(seed, wording)
-    notes = {"split": "seen: new tasks in training layouts; unseen: new layouts, and combinations of family, thing and place that training never asks for"}
+    notes = {"split": "seen: new tasks in the rooms of training; unseen: new rooms, and combinations of family, thing and place that training never asks for"}
     horizon = HORIZON if wording == "compact" else ALFWORLD_HORIZON
     name = "household" if wording == "compact" else f"household:{wording}"
     return TaskSet(name, train, evaluation, partial(HouseholdEnv, horizon), demonstrate, careless=careless, max_turns=horizon, notes=notes)
