@@ -24,6 +24,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from common import sandbox
 from common.sandbox import SandboxError
@@ -283,7 +284,8 @@ def run_pytest(
     request = {"token": token, "files": dict(files), "tests": list(tests), "cpu_s": cpu_s}
     body = json.dumps(request).encode()
     if sandbox.isolation_problem():
-        return _run_cold(body, token, wall_s, cpu_s, memory_mb, file_mb, processes, require_isolation)
+        limits = {"wall_s": wall_s, "cpu_s": cpu_s, "memory_mb": memory_mb, "file_mb": file_mb, "processes": processes}
+        return _run_cold(body, token, ISOLATED, None, require_isolation=require_isolation, **limits)
     with _places:
         return _run_warm(body, token, wall_s, (memory_mb, file_mb, processes))
 
@@ -310,13 +312,18 @@ def _run_warm(body: bytes, token: str, wall_s: float, key: tuple[int, int, int])
     raise AssertionError("unreachable")
 
 
-def _run_cold(body: bytes, token: str, wall_s: float, cpu_s: int, memory_mb: int, file_mb: int, processes: int, require_isolation: bool) -> PytestResult:
-    ran = sandbox.run_process(
-        [sys.executable, "-sPB", "-c", WORKER, "once", *ISOLATED],
-        stdin=f"{len(body):016x}{body.decode()}",
-        environment={"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONHASHSEED": "0"},
-        wall_s=wall_s, cpu_s=cpu_s, memory_mb=memory_mb, file_mb=file_mb, processes=processes, output_bytes=REPORT_BYTES, require_isolation=require_isolation,
-    )  # fmt: skip
+def run_pytest_in(folder: Path, files: Mapping[str, str], tests: Sequence[str], **limits: Any) -> PytestResult:
+    """Runs tests in a folder of the host that the run may change, with the folder's own pytest settings, in a process of its own. ``files`` are written there
+    first, inside the box. limits: those of ``run_process``. Raises SandboxError when the box itself fails."""
+    token = secrets.token_hex(16)
+    request = {"token": token, "files": dict(files), "tests": list(tests), "cpu_s": limits.get("cpu_s", 10)}
+    return _run_cold(json.dumps(request).encode(), token, ("--continue-on-collection-errors",), folder, **limits)
+
+
+def _run_cold(body: bytes, token: str, options: Sequence[str], folder: Path | None, **limits: Any) -> PytestResult:
+    variables = {"PYTHONHASHSEED": "0", **({} if folder else {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"})}
+    command, stdin = [sys.executable, "-sPB", "-c", WORKER, "once", *options], f"{len(body):016x}{body.decode()}"
+    ran = sandbox.run_process(command, folder=folder, stdin=stdin, environment=variables, output_bytes=REPORT_BYTES, **limits)
     report = _Report(token.encode())
     report.feed(ran.stdout.encode())
     return report.result(ran.returncode, ran.timed_out, ran.isolated, "more reports than a run may write" if ran.output_truncated else "")

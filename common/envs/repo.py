@@ -5,7 +5,8 @@ One action a turn: the first line of a response that is one (what stands before 
     list                        the files
     read FILE [FIRST-LAST]      numbered lines
     search TEXT                 lines that contain the text
-    edit FILE LINE: NEW         replaces a line; FILE FIRST-LAST: replaces several, further lines of the response belong to the new text; no text deletes
+    edit FILE LINE: NEW         replaces a line (line 1 of a new file makes it); FILE FIRST-LAST: replaces several. Further lines of the response belong
+                                to the new text; no text deletes
     test                        runs the visible tests
     submit                      ends the episode: hidden tests grade it
 
@@ -237,7 +238,8 @@ class RepoEnv:
     def look(self, action: Action) -> tuple[str, bool]:
         """list, read and search: (observation, whether it worked)."""
         if action.verb == "list":
-            return " ".join(self.files), True
+            more = [f"and {len(self.files) - SHOWN_LINES} more"] if len(self.files) > SHOWN_LINES else []
+            return " ".join([*list(self.files)[:SHOWN_LINES], *more]), True
         if action.verb == "search":
             found = [f"{name} {i}: {line.strip()}" for name, text in self.files.items() for i, line in enumerate(text.splitlines(), 1) if action.text in line]
             return "\n".join(found[:SHOWN_LINES]) or "nothing found", bool(found)
@@ -255,9 +257,9 @@ class RepoEnv:
             return f"no file {name}", False
         if is_protected(name):
             return f"{name} may not be changed", False
-        if name not in self.files:
-            return f"no file {name}", False
-        lines = self.files[name].splitlines()
+        if name not in self.files and (action.first, action.last) != (1, 1):
+            return f"no file {name}; line 1 makes one", False
+        lines = self.files.get(name, "\n").splitlines()
         if not 1 <= action.first <= action.last <= len(lines):
             return f"{name} has lines 1 to {len(lines)}", False
         old = lines[action.first - 1]
