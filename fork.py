@@ -14,7 +14,7 @@ GRPO with a rubric reward, marked (1) to (5) in the code:
 Laptop, two CPU cores (under 2 minutes):   python fork.py
 The hack that it prevents:                 python fork.py --reward recall
 A model as judge, another to evaluate:     python fork.py --judge openai:MODEL@http://127.0.0.1:8000/v1 --eval-judge openai:OTHER@http://HOST/v1
-One GPU:                                   python fork.py --model Qwen/Qwen2.5-1.5B-Instruct --env rubric:FILE --learning-rate 1e-6 --max-new-tokens 1024 --judge ...
+One GPU:                                   python fork.py --model Qwen/Qwen2.5-1.5B-Instruct --env rubric:FILE --learning-rate 1e-6 --judge ...
 Several GPUs:                              accelerate launch --config_file benchmarks/accelerate/ddp.yaml fork.py --model ... --env ... --judge ...
 """
 
@@ -128,7 +128,7 @@ class Args:
     eval_judge: str = "rule"
     """who compares answers at evaluations, without a rubric; rule: the generated task's oracle. Recall and precision are always --judge's"""
     judge_votes: int = 1
-    """samples per yes/no judgement, majority; units, criteria and thresholds are always asked once"""
+    """samples per yes/no judgement and comparison, majority; units, matches, criteria and thresholds are asked once"""
     judge_tries: int = 2
     """rounds in which missing judgements are asked for before the prompt's whole group leaves the update [deduced]"""
     judge_patience: float = 600.0
@@ -158,22 +158,22 @@ JUDGE_TEMPLATES = {
     "unitise": "Split the response into units of about one sentence, each of which makes one point. Keep wording and content. Change only what a unit needs to "
     "stand alone, such as a pronoun into what it refers to. Leave out greetings, headings and connecting phrases without content. Invent nothing. "
     "Reply `units`: the units in order.",
-    "match": "For each unit name the numbered criteria that it helps to settle: a unit helps if leaving it out would make the response meet the criterion less "
-    "well, or if it makes the same point as another unit that does. Most units help with no criterion or one. Reply `matches`: for each unit, in order, a list "
-    "of criterion numbers, which may be empty.",
-    "threshold": "Each unit of the response carries a credit: every criterion splits 1 evenly over the units that help to settle it, and a unit sums its shares. "
-    "Units that repeat each other so hold little. Choose the credit from which on a unit is necessary, so that what repeats, pads or strays falls below. "
-    "Reply `threshold`: one number.",
+    "match": "For each unit name the numbered criteria that it helps to settle: a unit helps if it makes a point that the criterion asks for, also where "
+    "another unit makes the same point. Most units help with no criterion or one. Reply `matches`: for each unit, in order, a list of criterion numbers, which may be "
+    "empty.",
+    "threshold": "Each unit of a response carries a credit: every criterion of a hidden rubric splits 1 evenly over the units that help to settle it, and a "
+    "unit sums its shares. Units that repeat each other so hold little. Choose the credit from which on a unit is necessary, so that what repeats, pads or strays "
+    "falls below. Reply `threshold`: one number.",
     "factuality": "For each unit say whether everything in it is true. Be strict: false if anything in it is wrong. Judge truth only, not whether the unit is "
     "useful. Reply `correct`: one true or false per unit, in order.",
     "necessity": "For each unit say whether a good answer to the question needs it. Reply `necessary`: one true or false per unit, in order.",
     "criteria": "Write up to eight short criteria that every single statement of a good answer to the question must pass: what statements should not be about, "
-    "and how they should not be made. If answers are shown, compare the new answers with the control answers and write criteria against what is worse in the new "
-    "ones. Reply `criteria`: a list of texts.",
+    "and how they should not be made. If answers are shown, compare the new answers with the control answers and write criteria against what is worse in the "
+    "new ones. Reply `criteria`: a list of texts.",
     "criteria_check": "For each unit say whether it passes all of the criteria for statements. Reply `passed`: one true or false per unit, in order.",
     "compare": "Which of the two answers to the question is better on the whole? Reply `winner`: first, second or tie.",
-    "prefer": "A person asked the question. Which answer serves that person better: correct, complete for what was asked, free of what was not asked for and easy "
-    "to take in? Length is no merit. Reply `winner`: first, second or tie.",
+    "prefer": "A person asked the question. Which answer serves that person better: correct, complete for what was asked, free of what was not asked for and "
+    "easy to take in? Length is no merit. Reply `winner`: first, second or tie.",
     "profile": "Rate the response from 1 (very poor) to 7 (excellent) on each: correctness, completeness for what was asked, conciseness, relevance, safety. "
     "Reply `scores`.",
 }
@@ -211,7 +211,7 @@ def ask(role: str, task: dict, votes: int = 1, **data: Any) -> Request:
             value = [f"{i}. {unit}" for i, unit in enumerate(value, 1)]
         parts.append(fence(value, name))
     messages = [{"role": "system", "content": JUDGE_SYSTEM}, {"role": "user", "content": "\n\n".join(parts)}]
-    return Request(messages, schema, votes if role in BOOLEAN_ROLES else 1, payload={"role": role, "task": task, **data})
+    return Request(messages, schema, votes if role in BOOLEAN_ROLES or role in ("compare", "prefer") else 1, payload={"role": role, "task": task, **data})
 
 
 def rule(payload: dict) -> dict | None:

@@ -14,6 +14,7 @@ criterion, points and tags, negative points for unwanted content) and ResearchQA
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
@@ -139,22 +140,33 @@ def is_functional(sentence: str) -> bool:
 def unitise(task: dict[str, Any], response: str) -> list[str]:
     """Units of about one sentence, wording kept: functional sentences are dropped, leading discourse markers too, and a leading pronoun
     becomes the animal's name."""
+    return list(_units(task.get("entity", ""), response))
+
+
+@functools.lru_cache(1 << 14)
+def _units(entity: str, response: str) -> tuple[str, ...]:
     units = []
     for sentence in sentences(response):
         if is_functional(sentence):
             continue
         body = re.sub(rf"^(?:{'|'.join(MARKERS)})\b,?\s+", "", sentence, flags=re.I)
-        if entity := task.get("entity"):
+        if entity:
             body = re.sub(r"^its\b", f"the {entity}'s", body, flags=re.I)
             body = re.sub(r"^it\b", f"the {entity}", body, flags=re.I)
         units.append(body)
-    return units
+    return tuple(units)
 
 
 def stated(task: dict[str, Any], unit: str) -> list[Fact] | None:
     """The facts that a unit (or a sentence) states about the task's animal; clauses may be joined by "and". None where a clause is no statement."""
-    text = re.sub(rf"^the {task['entity']}'s\b", "its", " ".join(unit.lower().split()))
-    text = re.sub(rf"^the {task['entity']}\b", "it", text)
+    facts = _facts(task["entity"], unit)
+    return None if facts is None else list(facts)
+
+
+@functools.lru_cache(1 << 16)
+def _facts(entity: str, unit: str) -> tuple[Fact, ...] | None:
+    text = re.sub(rf"^the {entity}'s\b", "its", " ".join(unit.lower().split()))
+    text = re.sub(rf"^the {entity}\b", "it", text)
     facts: list[Fact] = []
     for clause in re.split(r"\s+and\s+(?:(?=its\b)|(?:it\s+)?)", text):
         clause = clause if clause.startswith(("its ", "it ")) else f"it {clause}"
@@ -164,7 +176,7 @@ def stated(task: dict[str, Any], unit: str) -> list[Fact] | None:
                 break
         else:
             return None
-    return facts
+    return tuple(facts)
 
 
 def _all_stated(task: dict[str, Any], text: str) -> list[Fact]:
