@@ -4,7 +4,6 @@ import dataclasses
 import itertools
 import json
 import math
-import random
 import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -584,3 +583,279 @@ def test_check_args(changes, text):
 def test_checks_let_these_pass():
     mpo.check_args(mpo.resolve(Args(preset="ppo", group_size=1)))  # a critic needs no group
     mpo.check_args(mpo.resolve(Args(preset="grpo", value_warmup=60)))  # no critic, no warm-up
+
+
+# ---------------------------------------------------------------------------------------------------------------- rollout
+
+
+WORDS = ["open red", "open blue", "open green gold", "red is open", "blue stays shut", "doors : red blue", "say open and a colour"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return tiny_tokenizer([[{"role": "user", "content": w} for w in WORDS]], 300)
+
+
+class Scripted:
+    """An engine that says what a script holds: script[(group, sample)] is a list of token lists. Checks that a session only ever grows."""
+
+    pad_token_id = 0
+
+    def __init__(self, script):
+        self.script, self.seen, self.seeds, self.ended = script, {}, [], 0
+
+    def generate(self, prompts, sampling, n, seeds, session_ids):
+        assert n == 1
+        out = []
+        for prompt, [seed], name in zip(prompts, seeds, session_ids):
+            before = self.seen.get(name, [])
+            assert prompt[: len(before)] == before  # token in, token out: nothing that was sampled is encoded again
+            turn = sum(1 for key in self.seeds if key[0] == name)
+            self.seeds.append((name, seed))
+            ids = self.script[name][turn]
+            assert len(ids) <= sampling.max_new_tokens
+            stop = ids[-1] in sampling.stop_token_ids
+            out.append([Sample(ids, [-0.1 * (i + 1) for i in range(len(ids))], "stop" if stop else "length", 1)])
+            self.seen[name] = prompt + ids
+        return out
+
+    def end_sessions(self):
+        self.ended += 1
+
+
+class Game:
+    """Answers with what the task lists, then ends as the task says."""
+
+    def reset(self, task):
+        self.task, self.heard = task, []
+        if task.get("fails") == 0:
+            raise envs.EnvironmentFailed("no start")
+        return [{"role": "user", "content": task["prompt"]}]
+
+    def step(self, action):
+        self.heard.append(action)
+        turn = len(self.heard)
+        if self.task.get("fails") == turn:
+            raise envs.EnvironmentFailed("gone")
+        answers = self.task["answers"]
+        if turn <= len(answers):
+            return answers[turn - 1], 0.0, False, False, {}
+        info = {"success": 1.0, "rewards": {"r": 1.0}} | ({"error": "verifier"} if self.task.get("error") else {})
+        return "", 1.0, not self.task.get("cut"), bool(self.task.get("cut")), info
+
+
+def play(tokenizer, tasks, said, n=1, games=8, max_turns=6, context=200, max_new_tokens=8, threads=0, **kwargs):
+    """Rollout of tasks [(group, task)] in which (group, sample) says the texts said[...] (token lists stay as they are)."""
+    end = tokenizer.convert_tokens_to_ids("<|end|>")
+    script = {k: [t if isinstance(t, list) else [*tokenizer(t, add_special_tokens=False).input_ids, end] for t in ts] for k, ts in said.items()}
+    engine = Scripted(script)
+    sampling = Sampling(1.0, max_new_tokens, (end,))
+    return mpo.rollout(engine, tokenizer, [Game() for _ in range(games)], threads, tasks, n, sampling, max_turns, context, 1, 0, **kwargs), engine
+
+
+def conversation(task, said):
+    """The messages of an episode as the chat template would see them."""
+    messages = [{"role": "user", "content": task["prompt"]}]
+    for text, answer in itertools.zip_longest(said, task["answers"]):
+        messages += [{"role": "assistant", "content": text}] + ([{"role": "user", "content": answer}] if answer is not None else [])
+    return messages
+
+
+@pytest.mark.parametrize("threads", [0, 3])
+def test_an_episode_is_the_chat_template_with_the_policys_tokens_marked(tokenizer, threads):
+    task = {"prompt": "doors : red blue", "answers": ["red is open", "blue stays shut"]}
+    said = ["open red", "open green gold", "open blue"]
+    [e], engine = play(tokenizer, [(0, task)], {(0, 0): said}, threads=threads)
+    whole = tokenizer.apply_chat_template(conversation(task, said), tokenize=False)
+    assert tokenizer.decode(e.prompt_ids + e.token_ids) == whole
+    assert [t.text for t in e.turns] == said
+    own = [t for t, mine in zip(e.token_ids, e.policy_mask) if mine]
+    assert own == [i for ids in engine.script[0, 0] for i in ids]  # the sampled ids, stop tokens included
+    assert len(e.logprobs) == len(own)
+    assert [e.token_ids[t.start : t.stop] for t in e.turns] == engine.script[0, 0]
+    assert all(e.policy_mask[t.start : t.stop] == [True] * (t.stop - t.start) for t in e.turns)
+    assert (e.terminated, e.truncated, e.reward, e.success, e.rewards) == (True, "", 1.0, 1.0, {"r": 1.0})
+    assert engine.ended == 1
+    batch = pack_rows([(e.prompt_ids, e.token_ids)], masks=[e.policy_mask])
+    assert batch.target_ids.tolist() == own  # what training predicts is what was sampled, in the order of the log-probs
+
+
+def test_sampled_ids_are_kept_however_they_would_be_encoded(tokenizer):
+    """Every way to split `open red` into tokens stays as sampled; the observation after it is encoded on its own."""
+    letters = [tokenizer.convert_tokens_to_ids(c) for c in tokenizer.tokenize("open red")]
+    task = {"prompt": "doors : red blue", "answers": ["red is open"]}
+    end = tokenizer.convert_tokens_to_ids("<|end|>")
+    ways = [[tokenizer.convert_tokens_to_ids(c) for c in "openĠred"], letters]
+    for first, second in itertools.product(ways, ways):
+        [e], _ = play(tokenizer, [(0, task)], {(0, 0): [[*first, end], [*second, end]]}, max_new_tokens=12)
+        assert [t.text for t in e.turns] == ["open red", "open red"]
+        assert e.token_ids[: len(first) + 1] == [*first, end]
+        assert e.token_ids[-len(second) - 1 :] == [*second, end]
+
+
+def test_a_message_without_an_end_is_closed_for_the_environment_and_not_trained(tokenizer):
+    task = {"prompt": "doors : red blue", "answers": ["red is open"]}
+    red = tokenizer("open red", add_special_tokens=False).input_ids
+    [e], _ = play(tokenizer, [(0, task)], {(0, 0): [red, "open blue"]}, max_new_tokens=max(len(red), 6))
+    assert [t.unfinished for t in e.turns] == [True, False]
+    assert tokenizer.decode(e.token_ids) == "open red<|end|><|user|>red is open<|end|><|assistant|>open blue<|end|>"
+    assert e.token_ids[e.turns[0].stop] == tokenizer.convert_tokens_to_ids("<|end|>")
+    assert e.policy_mask[e.turns[0].stop] is False
+
+
+def test_cut_by_turns_context_padding_and_environment(tokenizer):
+    task = {"prompt": "doors : red blue", "answers": ["red is open"] * 9}
+    long = {(0, 0): ["open red"] * 9}
+    [e], _ = play(tokenizer, [(0, task)], long, max_turns=3)
+    assert (e.truncated, e.terminated, len(e.turns), e.reward, e.success) == ("turns", False, 3, 0.0, 0.0)
+    assert e.token_ids[-1] == tokenizer.convert_tokens_to_ids("<|end|>")  # ends with the policy's last message, without an unanswered observation
+    assert len(e.policy_mask) == len(e.token_ids)
+    step = len(play(tokenizer, [(0, task)], long, max_turns=2)[0][0].token_ids) - len(play(tokenizer, [(0, task)], long, max_turns=1)[0][0].token_ids)
+    start = len(e.prompt_ids)
+    for room, turns in ((start + 8 - 1, 0), (start + 8, 1), (start + step + 8 - 1, 1), (start + step + 8, 2)):
+        [e], _ = play(tokenizer, [(0, task)], long, context=room)
+        assert (e.truncated, len(e.turns)) == ("context", turns)
+        assert len(e.prompt_ids) + len(e.token_ids) <= max(room, start)
+    [e], _ = play(tokenizer, [(0, task)], {(0, 0): [[7, 0, tokenizer.eos_token_id], "open red"]})
+    assert (e.truncated, len(e.turns)) == ("padding", 1)
+    [e], _ = play(tokenizer, [(0, {**task, "answers": [], "cut": True})], long)
+    assert (e.truncated, e.terminated, e.success) == ("environment", False, 1.0)
+
+
+def test_failures_are_marked_and_do_not_stop_the_others(tokenizer):
+    task = {"prompt": "doors : red blue", "answers": ["red is open"]}
+    tasks = [(0, {**task, "fails": 0}), (1, {**task, "fails": 2}), (2, {**task, "error": True}), (3, task)]
+    for games in (1, 2, 8):
+        es, engine = play(tokenizer, tasks, {(g, 0): ["open red"] * 3 for g in range(4)}, games=games)
+        assert [e.error for e in es] == ["no start", "gone", "verifier", ""]
+        assert [len(e.turns) for e in es] == [0, 2, 2, 2]
+        assert es[3].success == 1
+        assert engine.ended == -(-4 // games)
+
+
+def test_groups_are_adjacent_and_every_turn_has_its_own_stream(tokenizer):
+    task = {"prompt": "doors : red blue", "answers": ["red is open"]}
+    said = {(g, j): ["open red", "open blue"] for g in (3, 5) for j in range(3)}
+    all_seeds = []
+    for games in (1, 4, 6):
+        heard = []
+
+        def on_turn(e, game, heard=heard):
+            heard.append((e.group, e.sample, len(e.turns)))
+
+        es, engine = play(tokenizer, [(3, task), (5, task)], said, n=3, games=games, on_turn=on_turn)
+        assert [(e.group, e.sample) for e in es] == [(g, j) for g in (3, 5) for j in range(3)]
+        assert sorted(heard) == [(g, j, t) for g in (3, 5) for j in range(3) for t in (1, 2)]
+        assert len({seed for _, seed in engine.seeds}) == 12
+        all_seeds.append(sorted(engine.seeds))
+    assert all_seeds[0] == all_seeds[1] == all_seeds[2]  # however the episodes are split over games
+    assert mpo.turn_seed(1, 0, Episode(0, 0, {})) != mpo.turn_seed(2, 0, Episode(0, 0, {})) != mpo.turn_seed(2, 1, Episode(0, 0, {}))
+
+
+def test_a_template_that_cannot_go_on_is_refused(tokenizer):
+    assert mpo.observation_frame(tokenizer, (1,)) == ("<|end|>", "<|user|>", "<|end|><|assistant|>")
+    with pytest.raises(PolicyError, match="starts with none of the stop tokens"):
+        mpo.observation_frame(tokenizer, (7,))
+
+
+# ------------------------------------------------------------------------------------------------------- policy and critic
+
+
+def tiny_model(seed=0, **kwargs):
+    config = {"vocab_size": 61, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 24}
+    state = torch.get_rng_state()
+    torch.manual_seed(seed)
+    lm = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config | kwargs)).eval()
+    with torch.no_grad():
+        for p in lm.parameters():
+            p.mul_(8 if p.ndim > 1 else 1)  # a fresh model is almost uniform: sharper distributions show a misplaced token
+    torch.set_rng_state(state)
+    return lm
+
+
+MASKED = [(([5, 9], [33, 60, 7, 8]), [True, False, False, True]), (([5, 9], [33, 12]), [True, True])]
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_log_probs_and_values_stand_before_each_policy_token(share):
+    lm = tiny_model()
+    critic = mpo.Critic(lm)
+    assert critic(EMPTY).tolist() == [0.0]  # starts at zero
+    with torch.no_grad():
+        critic.head.weight.copy_(torch.randn(1, 16, generator=torch.Generator().manual_seed(1)))
+        critic.head.bias.fill_(0.3)
+    batch = pack_rows([row for row, _ in MASKED], share, masks=[m for _, m in MASKED])
+    logprobs, entropy = mpo.Policy(lm)(batch, 0.8)
+    values = critic(batch)
+    want_lp, want_v, want_h = [], [], []
+    for (prompt, ids), mask in MASKED:
+        out = lm(input_ids=torch.tensor([prompt + ids]), output_hidden_states=True)
+        logp = (out.logits[0].double() / 0.8).log_softmax(-1)
+        for i, own in enumerate(mask):
+            if own:
+                at = len(prompt) + i - 1  # the state before token i
+                want_lp.append(logp[at, ids[i]])
+                want_h.append(-(logp[at].exp() * logp[at]).sum())
+                want_v.append(critic.head(out.hidden_states[-1][0, at])[0])
+    assert torch.allclose(logprobs.double(), torch.stack(want_lp), atol=1e-5)
+    assert torch.allclose(entropy.double(), torch.stack(want_h), atol=1e-5)
+    assert torch.allclose(values, torch.stack(want_v), atol=1e-5)
+    assert values.dtype == torch.float32
+
+
+def test_the_critic_is_a_copy_with_its_own_weights():
+    lm = tiny_model()
+    critic = mpo.Critic(lm)
+    for p, q in zip(lm.base_model.parameters(), critic.body.parameters()):
+        assert torch.equal(p, q)
+        assert p.data_ptr() != q.data_ptr()
+    before = [p.clone() for p in lm.parameters()]
+    optimizer = torch.optim.AdamW(critic.parameters(), lr=0.1)
+    batch = pack([([5], [[9, 33]])])
+    for _ in range(2):
+        optimizer.zero_grad()
+        mpo.value_loss(critic(batch), torch.zeros(2), torch.ones(2), torch.full((2,), 0.5), 0.0).backward()
+        optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, lm.parameters()))
+    assert any(not torch.equal(a, b) for a, b in zip(lm.base_model.parameters(), critic.body.parameters()))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_token_logprobs_in_chunks_equal_the_naive_ones(bias):
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(*shape, generator=generator, requires_grad=True) for shape in ((13, 6), (29, 6)))
+    offset = torch.randn(29, generator=generator, requires_grad=True) if bias else None
+    target, up = torch.randint(0, 29, (13,), generator=generator), torch.randn(13, generator=generator)
+    leaves = [hidden, weight] + ([offset] if bias else [])
+    logp = (torch.nn.functional.linear(hidden, weight, offset).double() / 0.7).log_softmax(-1)
+    want = logp.gather(1, target[:, None])[:, 0]
+    grads = torch.autograd.grad((want * up).sum(), leaves)
+    for elements in (29, 29 * 4 + 5, 2**24, 1):
+        got, _ = mpo.token_logprobs(hidden, weight, offset, target, 0.7, max_elements=elements)
+        assert torch.allclose(got.double(), want, rtol=1e-5, atol=2e-6)
+        for g, w in zip(torch.autograd.grad((got * up).sum(), leaves), grads):
+            assert torch.allclose(g, w, rtol=1e-4, atol=1e-5)
+
+
+# ---------------------------------------------------------------------------------------------------------------- reports
+
+
+def test_viewer_episode_puts_values_at_the_policys_tokens():
+    e = Episode(2, 1, {"id": "t"}, [5], [10, 11, 12, 13, 14], [True, True, False, False, True], [-1.0, -2.0, -3.0])
+    e.turns = [Turn(0, 2, "a", False), Turn(4, 5, "b", False)]
+    columns = {"advantages": f64([9, 0.5, 0.1, -0.2]), "values": f64([9, 0.3, 0.4, 0.8]), "refinement": f64([9, 0.2, -0.2, 0.0])}
+
+    class Decoder:
+        def decode(self, ids):
+            return "".join(f"<{i}>" for i in ids)
+
+    record = mpo.episode_record(7, e, slice(1, 4), [0.3, -0.2], columns, Decoder())
+    assert json.loads(json.dumps(record)) == record
+    page = mpo.viewer_episode(record)
+    assert page["turns"] == [{"name": "turn 1", "start": 0, "end": 2, "value": 0.3}, {"name": "turn 2", "start": 4, "end": 5, "value": -0.2}]
+    assert page["masked"] == [False, False, True, True, False]
+    assert {s["name"]: s["values"] for s in page["strips"]} == {
+        "value": [0.3, 0.4, None, None, 0.8],
+        "refinement": [0.2, -0.2, None, None, 0.0],
+        "advantage": [0.5, 0.1, None, None, -0.2],
+    }
