@@ -307,6 +307,7 @@ def account(means: dict[str, np.ndarray], cross: str = "finishing") -> dict[str,
     if "matched_share" in means:
         matched_base, matched_rl = ratio(means["m_cor_base"], means["m_fin_base"]), ratio(means["m_cor_rl"], means["m_fin_rl"])
         out |= {"matched_base": matched_base, "matched_rl": matched_rl, "matched": matched_rl - matched_base, "matched_share": means["matched_share"]}
+        out |= {name: means[name] for name in ("lone_rl", "lone_base", "robust_rl", "robust_base")}
     return out
 
 
@@ -411,21 +412,8 @@ def symmetry(rows: Sequence[dict[str, Any]], chance: float) -> dict[str, Any]:
 
 # ---------------------------------------------------------------------------------------------------------------------- predictions
 
-METRICS = (
-    "delta",
-    "finishing",
-    "reliability",
-    "reach",
-    "robust_reach",
-    "finishing_share",
-    "fin_base",
-    "fin_rl",
-    "pass_base",
-    "pass_rl",
-    "cond_base",
-    "cond_rl",
-)
-METRICS += ("d_fin", "d_cond", "matched", "matched_base", "matched_rl", "matched_share")
+METRICS = "delta finishing reliability reach robust_reach finishing_share fin_base fin_rl pass_base pass_rl cond_base cond_rl d_fin d_cond".split()
+AT_K_1 = "matched matched_base matched_rl matched_share".split()
 PREDICTION = re.compile(
     r"(?P<name>[\w.-]+):\s*(?P<quantifier>every|any|mean)\s+(?P<metric>\|\w+\||\w+)\s*(?P<op><=|>=|<|>)\s*(?P<value>[+-]?\d*\.?\d+(?:e[+-]?\d+)?)\s+"
     r"at\s+(?P<budgets>tight|reading|all|\d+(?:,\d+)*)(?:\s+on\s+(?P<datasets>\S+))?(?:\s+for\s+(?P<models>\S+))?(?:\s+k\s+(?P<k>\d+))?\s*"
@@ -437,15 +425,18 @@ def parse_prediction(text: str) -> dict[str, Any]:
     form = "NAME: every|any|mean METRIC < NUMBER at BUDGETS|tight|reading|all [on DATASETS] [for RL_MODELS] [k K]"
     if not match:
         raise DataError(f"prediction {text!r} is not of the form {form}")
-    if match["metric"].strip("|") not in METRICS:
-        raise DataError(f"prediction {text!r}: unknown metric {match['metric']!r}; choose from {', '.join(METRICS)}, or |METRIC| for its size")
+    k, metric = int(match["k"] or 1), match["metric"].strip("|")
+    if metric not in METRICS + AT_K_1:
+        raise DataError(f"prediction {text!r}: unknown metric {metric!r}; choose from {', '.join(METRICS + AT_K_1)}, or |METRIC| for its size")
+    if metric in AT_K_1 and k != 1:
+        raise DataError(f"prediction {text!r}: {metric} exists at k = 1 only")
     lists = {name: match[name].split(",") if match[name] else [] for name in ("datasets", "models")}
     return {
         "text": text,
         **{name: match[name] for name in ("name", "quantifier", "metric", "op", "budgets")},
         "value": float(match["value"]),
         **lists,
-        "k": int(match["k"] or 1),
+        "k": k,
     }
 
 

@@ -240,20 +240,24 @@ def test_borders_of_matched_and_robust():
 
 def test_intervals_and_undefined_resamples():
     draws = np.concatenate([[7.0], np.arange(101.0)])
-    assert od.intervals(draws, 0.9).tolist() == [7, 5, 95]
+    assert od.intervals(draws, 0.9).tolist() == pytest.approx([7, 5, 95])
     some = draws.copy()
     some[1:5] = NAN  # 4 of 101: left out
-    assert od.intervals(np.stack([some, draws]), 0.9)[1].tolist() == [7, 5, 95]
+    assert od.intervals(np.stack([some, draws]), 0.9)[1].tolist() == pytest.approx([7, 5, 95])
     assert od.intervals(some, 0.9).tolist() == pytest.approx([7, *np.quantile(np.arange(4.0, 101), [0.05, 0.95])])
     some[1:20] = NAN
     assert math.isnan(od.intervals(some, 0.9)[1])
 
 
-def test_spearman_against_scipy():
-    stats = pytest.importorskip("scipy.stats")
+def test_spearman_is_the_correlation_of_average_ranks():
     rng = np.random.default_rng(0)
     x, y = rng.integers(0, 6, (20, 15)).astype(float), rng.normal(size=(20, 15))
-    assert od.spearman(x, y) == pytest.approx([stats.spearmanr(a, b).statistic for a, b in zip(x, y)], abs=1e-12)
+
+    def slow(values):
+        return [sum(v < u for v in values) + (sum(v == u for v in values) + 1) / 2 for u in values]
+
+    assert od.spearman(x, y) == pytest.approx([np.corrcoef(slow(a), slow(b))[0, 1] for a, b in zip(x, y)], abs=1e-12)
+    assert od.spearman(np.array([[1.0, 2, 9, 4]]), np.array([[0.0, 1, 7, 5]])) == pytest.approx([1.0])
     assert math.isnan(od.spearman(np.ones((1, 4)), y[:1, :4])[0])
 
 
@@ -290,12 +294,12 @@ def expected(planted, budget, n):
 
 def test_planted_truth_lies_in_the_intervals():
     base, rl = Recipe("base"), Recipe("rl", length=0.5, logit=0.8, learned=0.6)
-    hits, errors, runs, budget = dict.fromkeys(("delta", "finishing", "reliability", "reach"), 0), {}, 30, 12288
+    hits, errors, runs, budget = dict.fromkeys(("delta", "finishing", "reliability", "reach"), 0), {}, 30, 20480
     for seed in range(runs):
         records, planted = simulate(seed, 60, 8, (base, rl))
         weights = od.bootstrap_weights(60, 400, np.random.default_rng(seed))
         got, truth = fast_account(8, 1, counts_of(records, planted, budget, 8), "finishing", weights), expected(planted, budget, 8)
-        assert min(truth["finishing"], truth["reliability"]) > 0.02 and truth["reach"] > 0.01  # all three effects are really there
+        assert min(truth["finishing"], truth["reliability"]) > 0.02 and truth["reach"] > 0.01, truth  # all three effects are really there
         for name, value in truth.items():
             middle, low, high = od.intervals(got[name][0], 0.95)
             hits[name] += low <= value <= high
@@ -307,8 +311,8 @@ def test_planted_truth_lies_in_the_intervals():
 
 def test_equal_models_have_reach_around_zero():
     reach = []
-    for seed in range(30):
-        records, planted = simulate(1000 + seed, 60, 4, (Recipe("base"), Recipe("rl")))
+    for seed in range(40):
+        records, planted = simulate(2000 + seed, 60, 4, (Recipe("base"), Recipe("rl")))
         reach.append(fast_account(4, 1, counts_of(records, planted, 24576, 4), "finishing")["reach"][0, 0])
     assert np.std(reach) > 0  # there are lone wins, they only cancel
     assert abs(np.mean(reach)) < 3 * np.std(reach) / math.sqrt(len(reach))
@@ -619,7 +623,8 @@ def test_every_row_of_the_example_adds_up_and_follows_the_comparison_rule(exampl
             assert math.isnan(low) or low - 1e-12 <= high
     fin, _ = od.counts_within(tables[0], tables[0].correct, [8192])
     row = next(r for r in result["rows"] if r["rl"] == "rl-8k" and r["budget"] == 8192 and r["k"] == 8)
-    assert row["terms"]["fin_rl"][0] == (fin[tables[0].models.index("rl-8k"), 0] > 0).mean()  # k = n: at least one finished sample
+    share = (fin[tables[0].models.index("rl-8k"), 0] > 0).mean()  # k = n: problems with at least one finished sample
+    assert row["terms"]["fin_rl"][0] == pytest.approx(share, abs=1e-12)
     assert not result["warnings"] and result["summary"]["points"] == 9
     assert result["summary"]["finishing_share"][0] > 0.7 and result["summary"]["spearman_delta_finishing"][0] > 0.8
 
@@ -746,7 +751,7 @@ def test_predictions_are_scored_failures_included():
     "text", ["", "H1 every reach > 0 at tight", "H: some reach > 0 at tight", "H: every reach > 0", "H: every luck > 0 at tight", "H: every reach = 0 at all"]
 )
 def test_unreadable_predictions(text):
-    with pytest.raises(DataError, match=r"prediction .*(form NAME|unknown metric)"):
+    with pytest.raises(DataError, match=r"prediction .*(form NAME|unknown metric|at k = 1 only)"):
         od.parse_prediction(text)
 
 
@@ -813,34 +818,17 @@ def test_the_whole_way_with_names_that_are_markup(tmp_path):
     evil = "<script>alert(1)</script>&\"'"
     records = [
         dataclasses.replace(r, model=evil, judge=None) if r.model == "rl-8k" else dataclasses.replace(r, judge=None)
-        for r in simulate(2, 12, 4)[0]
+        for r in simulate(2, 30, 4)[0]
         if r.model in ("base", "rl-8k")
     ]
     records = [dataclasses.replace(r, dataset=d, problem=r.problem + evil) for d in ("maths", evil) for r in records]
     write_records(tmp_path / "r.jsonl", records)
+    os.utime(tmp_path / "r.jsonl", (1e9, 1e9))
     predict = ["--predict", "H1: every finishing_share > 0.5 at tight", "H2: every delta < -1 at all"]
     run(["preregister", *predict, "--note", evil, "--out", "p.json"], tmp_path)
     write_records(tmp_path / "more.jsonl", [Record(m, p, 50, 10, True, True, d) for m, p, d in {(r.model, r.problem, r.dataset) for r in records}])
-    text = run(
-        [
-            "decompose",
-            "--records",
-            "r.jsonl",
-            "--base",
-            "base",
-            "--cap",
-            8192,
-            "--predictions",
-            "p.json",
-            "--recheck",
-            "more.jsonl",
-            "--resamples",
-            200,
-            "--out",
-            "o",
-        ],
-        tmp_path,
-    )
+    flags = "--records r.jsonl --base base --cap 24576 --predictions p.json --recheck more.jsonl --resamples 200 --out o"
+    text = run(["decompose", *flags.split()], tmp_path)
     assert "prediction FAILED  H2: every delta < -1 at all" in text and "not a pre-registration" in text and "further samples of the loser solve" in text
     page = (tmp_path / "o" / "report.html").read_text()
     assert "<script" not in page and "&lt;script&gt;alert(1)" in page and "src=" not in page and "href=" not in page
