@@ -457,6 +457,8 @@ def preregister(args: Preregister) -> int:
             file.write(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
     except FileExistsError:
         raise DataError(f"--out {args.out} exists; a registered prediction is never overwritten, choose another name") from None
+    except OSError as error:
+        raise DataError(f"--out {args.out}: {error.strerror}") from None
     print(f"{args.out}: {len(names)} predictions, {content['written']}, sha256 {content['sha256']}")
     print("Put the hash where others can date it (a commit, a mail, a public note) before the first record is sampled.")
     return 0
@@ -625,6 +627,22 @@ def check_flags(args: Decompose) -> None:
         raise DataError("--samples, --cap and --tight are 0 or more, --lm-slack is from 0 to below 1")
 
 
+def read_recheck(args: Decompose, files: Sequence[str]) -> dict[tuple[str, str, str], list[Record]]:
+    """Further samples by (data set, model, problem). A sample given twice, or a file that is among the records too, raises DataError."""
+    source = Source(args.recheck, args.lm_metric, args.lm_filter, args.tokenizer, args.lm_slack)
+    extra: dict[tuple[str, str, str], list[Record]] = {}
+    used = {Path(f).resolve() for f in files}
+    for path in (path for given in args.recheck for _, path in source.expand(given)):
+        if path.resolve() in used:
+            raise DataError(f"--recheck {path}: the file is among --records too; further samples stand in a file of their own")
+    for r in source:
+        known = extra.setdefault((r.dataset, r.model, r.problem), [])
+        if any(k.sample == r.sample for k in known):
+            raise DataError(f"{source.files[r.file]} line {r.line}: sample {r.sample} of model {r.model!r}, problem {r.problem!r} is given twice in --recheck")
+        known.append(r)
+    return extra
+
+
 def decompose(args: Decompose) -> int:
     """Reads, accounts, prints the summary, writes report.html, metrics.json and lone_wins.jsonl."""
     import outcome_report  # here: jinja2 is not needed by those who import the functions
@@ -636,9 +654,9 @@ def decompose(args: Decompose) -> int:
     files, notes = list(source.files), [f"{text}: {count}" for text, count in source.notes.items() if count]
     pairs = read_pairs(tables, args.pairs or ("" if args.records else str(ROOT / EXAMPLE.replace(".jsonl", ".pairs.json"))), args.base, args.cap)
     registered = read_predictions(args.predictions, files) if args.predictions else None
-    extra: dict[tuple[str, str, str], list[Record]] = {}
-    for r in Source(args.recheck, args.lm_metric, args.lm_filter, args.tokenizer, args.lm_slack) if args.recheck else ():
-        extra.setdefault((r.dataset, r.model, r.problem), []).append(r)
+    extra = read_recheck(args, files)
+    unpaired = sorted({m for t in tables for m in t.models} - {m for p in pairs for m in (p.rl, p.base)})
+    notes += [f"models without a pair, not accounted: {', '.join(unpaired)}"] if unpaired else []
     result = analyse(args, tables, pairs, extra)
     if not args.records:
         notes.insert(0, "these records are simulated (python outcome_decomp.py simulate), not measurements of any model")
@@ -664,10 +682,15 @@ def decompose(args: Decompose) -> int:
 
 
 def simulate_command(args: Simulate) -> int:
+    if args.problems < 1 or args.samples < 1:
+        raise DataError("--problems and --samples: whole numbers from 1")
     records, _ = simulate(args.seed, args.problems, args.samples)
-    count = write_records(args.out, records)
     pairs = Path(args.out).with_suffix(".pairs.json")
-    pairs.write_text(json.dumps(PAIRS, indent=1) + "\n")
+    try:
+        count = write_records(args.out, records)
+        pairs.write_text(json.dumps(PAIRS, indent=1) + "\n")
+    except OSError as error:
+        raise DataError(f"--out {args.out}: {error.strerror}") from None
     print(f"{count} simulated records of {len(RECIPES)} models in {args.out}, the pairs in {pairs}")
     return 0
 

@@ -275,7 +275,7 @@ def read_harness(source: Source, path: Path, name: str, row: dict, where: str, l
         raise DataError(f"{where}: the log holds the filters {', '.join(map(str, filters))}; choose one with --lm-filter")
     metrics = row.get("metrics")
     if type(metrics) is not list or not metrics:
-        raise DataError(f"{where}: no list 'metrics'; write the log with lm-evaluation-harness 0.4.5 or later and --log_samples")
+        raise DataError(f"{where}: no list 'metrics'; write the log with a recent lm-evaluation-harness and --log_samples")
     metric = source.lm_metric or (metrics[0] if len(metrics) == 1 else "")
     if metric not in row:
         raise DataError(f"{where}: " + (f"no metric {metric!r}" if metric else "several metrics") + f"; choose --lm-metric from {', '.join(map(str, metrics))}")
@@ -375,7 +375,7 @@ def build_tables(source: Source, samples: int = 0, judge_missing: str = "error")
         a = a[np.lexsort((a[:, 9], a[:, 8], a[:, 2], a[:, 1], a[:, 0]))]
 
         def at(row: np.ndarray) -> str:
-            return f"{source.files[row[8]]} line {row[9]}"
+            return f"{source.files[row[8]]} {'row' if source.files[row[8]].endswith('.parquet') else 'line'} {row[9]}"
 
         def cell(m: int, p: int, names=(order_m, order_p), dataset=dataset) -> str:
             return f"model {names[0][m]!r}, problem {names[1][p]!r}" + (f", data set {dataset!r}" if dataset else "")
@@ -497,8 +497,10 @@ def pick_budgets(table: Table, pairs: list[Pair], wanted: tuple[int, ...], warni
         grid = [b for b in wanted or GRID if b <= limit and (wanted or b < 2 * longest)]
         if not wanted and len(grid) < 3:
             grid = [max(1, int(min(limit, longest)) >> s) for s in range(5)]
-        elif not wanted and limit < GRID[-1]:
-            warnings.append(f"{name}: budgets above {limit:.0f} tokens cannot be read, an answer was cut there")
+        if not wanted and limit < min(GRID[-1], longest):
+            warnings.append(f"{name}: budgets above {limit:.0f} tokens cannot be read, an answer was cut there while others got to {longest}")
+        elif not wanted and GRID[0] <= limit < GRID[-1]:
+            warnings.append(f"{name}: budgets above {limit:.0f} tokens cannot be read, answers were cut there")
         readable[pair] = sorted({*grid, *([pair.cap] if pair.cap and pair.cap <= limit else [])})
     return sorted({b for budgets in readable.values() for b in budgets}), readable
 

@@ -586,7 +586,9 @@ def test_budgets_stop_where_an_answer_was_cut():
     assert budgets([70_000], 70_000)[0] == list(outcome_records.GRID)
     assert budgets([20_000], None)[0] == [4096, 6144, 8192, 12288, 16384, 24576, 32768]  # nothing changes beyond
     grid, warnings = budgets([100, 16384], 16384)
-    assert grid == [4096, 6144, 8192, 12288, 16384] and "budgets above 16384 tokens cannot be read" in warnings[0]
+    assert grid == [4096, 6144, 8192, 12288, 16384] and "budgets above 16384 tokens cannot be read, answers were cut there" in warnings[0]
+    grid, warnings = budgets([100, 60, 50_000], 60)  # one answer broke off early: nothing beyond it can be read, and that is said
+    assert grid == [3, 7, 15, 30, 60] and "budgets above 60 tokens cannot be read, an answer was cut there while others got to 50000" in warnings[0]
     assert budgets([100, 16000], 16000, cap=10_000)[0] == [4096, 6144, 8192, 10_000, 12288]
     assert budgets([100, 16000], 16000, cap=20_000)[0] == [4096, 6144, 8192, 12288]
     assert budgets([30, 64], 64)[0] == [4, 8, 16, 32, 64]
@@ -861,6 +863,7 @@ def test_page_draws_in_a_browser(tmp_path):
 def test_mistakes_on_the_command_line_end_with_a_message(tmp_path):
     jsonl(tmp_path / "r.jsonl", matrix())
     jsonl(tmp_path / "bad.jsonl", [line(), "{"])
+    jsonl(tmp_path / "twice.jsonl", [line(), line()])
     cases = [
         (["--records", "r.jsonl"], "which model is the base"),
         (["--records", "bad.jsonl", "--base", "base"], "bad.jsonl line 2: not valid JSON"),
@@ -872,6 +875,8 @@ def test_mistakes_on_the_command_line_end_with_a_message(tmp_path):
         (["--records", "r.jsonl", "--base", "base", "--budgets", "0"], "--budgets 0"),
         (["--predictions", "none.json"], "--predictions none.json"),
         (["--samples", "9"], "--samples asks for 9"),
+        (["--records", "r.jsonl", "--base", "base", "--recheck", "r.jsonl"], "the file is among --records too"),
+        (["--records", "r.jsonl", "--base", "base", "--recheck", "twice.jsonl"], "twice.jsonl line 2: sample 0 of model 'base', problem 'p1' is given twice"),
     ]
     for argv, message in cases[:3]:  # as a process: exit code 2, one line, no traceback
         text = run(["decompose", *argv], tmp_path, 2)
@@ -887,6 +892,9 @@ def test_mistakes_on_the_command_line_end_with_a_message(tmp_path):
     finally:
         os.chdir(before)
     assert not (tmp_path / "runs").exists()
+    for work in (lambda: od.preregister(od.Preregister(out="/none/p.json")), lambda: od.simulate_command(od.Simulate(problems=1, out="/none/s.jsonl"))):
+        with pytest.raises(DataError, match=r"--out /none/.*: No such file"):
+            work()
 
 
 def test_shipped_example_is_the_simulators_default_output(tmp_path):
