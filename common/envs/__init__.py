@@ -78,6 +78,7 @@ FAMILIES = {
     "automation": "common.envs.automation",
     "household": "common.envs.household",
     "alfworld": "common.envs.household",
+    "webshop": "common.envs.webshop",
     "rubric": "common.envs.rubric",
     "maths": "common.envs.maths",
     "repo": "common.envs.repo",
