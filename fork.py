@@ -65,7 +65,7 @@ class Args:
     """compute the prompt of a group once instead of once per response (exact); auto: on where the model allows it"""
     seed: int = 1
     """seed of data order and sampling; every sample has its own stream from (seed, update, task, sample)"""
-    num_updates: int = 60
+    num_updates: int = 40
     """rollout-and-update rounds"""
     eval_every: int = 5
     """updates between evaluations on the unseen split (0: only at the start and the end)"""
@@ -84,11 +84,11 @@ class Args:
     """prompts per update, over all processes"""
     group_size: int = 16
     """responses per prompt [paper]"""
-    max_new_tokens: int = 96
+    max_new_tokens: int = 80
     """response length limit"""
     temperature: float = 1.0
     """of sampling and of every log-prob in the loss"""
-    learning_rate: float = 5e-4
+    learning_rate: float = 1e-3
     """constant after the warm-up; for the tiny policy (paper-size models: about 1e-6) [deduced]"""
     lr_warmup_updates: int = 5
     """linear warm-up of the learning rate [deduced]"""
@@ -159,11 +159,11 @@ JUDGE_TEMPLATES = {
     "stand alone, such as a pronoun into what it refers to. Leave out greetings, headings and connecting phrases without content. Invent nothing. "
     "Reply `units`: the units in order.",
     "match": "For each unit name the numbered criteria that it helps to settle: a unit helps if it makes a point that the criterion asks for, also where "
-    "another unit makes the same point. Most units help with no criterion or one. Reply `matches`: for each unit, in order, a list of criterion numbers, which may be "
-    "empty.",
-    "threshold": "Each unit of a response carries a credit: every criterion of a hidden rubric splits 1 evenly over the units that help to settle it, and a "
-    "unit sums its shares. Units that repeat each other so hold little. Choose the credit from which on a unit is necessary, so that what repeats, pads or strays "
-    "falls below. Reply `threshold`: one number.",
+    "another unit makes the same point. Most units help with no criterion or one. Reply `matches`: for each unit, in order, a list of criterion numbers, "
+    "which may be empty.",
+    "threshold": "Each unit of a response carries a credit: every criterion of a hidden rubric splits 1 evenly over the units that help to settle it, and "
+    "a unit sums its shares. Units that repeat each other so hold little. Choose the credit from which on a unit is necessary, so that what repeats, pads "
+    "or strays falls below. Reply `threshold`: one number.",
     "factuality": "For each unit say whether everything in it is true. Be strict: false if anything in it is wrong. Judge truth only, not whether the unit is "
     "useful. Reply `correct`: one true or false per unit, in order.",
     "necessity": "For each unit say whether a good answer to the question needs it. Reply `necessary`: one true or false per unit, in order.",
