@@ -366,12 +366,9 @@ def compare(folders: Sequence[str]) -> None:
         for name in names:
             if all(name in r["after"] for r in rs):
                 row[f"{name}: before"], row[f"{name}: after"] = (shown([r[when][name]["solved"] for r in rs]) for when in ("before", "after"))
-        row["held out against plain"] = shown(
-            [r["after"]["held out"]["solved"] - plain[r["seed"]]["after"]["held out"]["solved"] for r in rs if r["seed"] in plain]
-        )
-        row["other training against plain"] = shown(
-            [r["after"]["other training"]["solved"] - plain[r["seed"]]["after"]["other training"]["solved"] for r in rs if r["seed"] in plain]
-        )
+        for name in ("other training", "held out"):
+            pairs = [(r["after"].get(name), plain[r["seed"]]["after"].get(name)) for r in rs if r["seed"] in plain]
+            row[f"{name} against plain"] = shown([a["solved"] - b["solved"] for a, b in pairs if a and b])
         row["held out: tokens before"], row["held out: tokens after"] = (shown([r[when]["held out"]["tokens"] for r in rs]) for when in ("before", "after"))
         row["asked after"] = shown([r["after"]["held out"]["asked"] for r in rs])
         row["statements per fact, last"] = shown([r["training"]["statements"][1] for r in rs])
@@ -579,6 +576,7 @@ def main(args: Any) -> Run:
         if args.channel == "questions" and update == 0 and bool(touched.any()):
             for number in range(args.question_steps):
                 question_step(number)
+            engine.weight_version = update  # the first update's weights, with or without question steps before it
             sync_engine()
 
         # --- roll out
@@ -596,7 +594,7 @@ def main(args: Any) -> Run:
                 r.touched = helped[r.group]
                 if args.channel == "reward" and r.touched:
                     r.reward += args.setup_coef * r.setup["found"]
-        sampled = [copy.copy(r) for r in everything if not r.error]  # as sampled: what is reported
+        sampled, cut = [copy.copy(r) for r in everything if not r.error], sum(not r.finished for r in everything)  # as sampled: what is reported
         spliced = splice(everything, derivation_ids, args.max_new_tokens) if args.channel == "teacher" else 0
         responses = [r for r in everything if not r.error]
 
@@ -678,7 +676,7 @@ def main(args: Any) -> Run:
                 "charts/episodic_length": (n_tokens, n),
                 "charts/success": (sum(r.solved for r in sampled), n),
                 "charts/learning_rate": (lr, 1.0),
-                "rollout/truncated_frac": (float(sum(not r.finished for r in everything)), n_all),
+                "rollout/truncated_frac": (float(cut), n_all),
                 "rollout/error_frac": (n_all - n, n_all),
                 "rollout/zero_std_group_frac": (float(len(no_spread)), float(len(set(group_ids.tolist())))),
                 "rollout/weight_version": (float(version), 1.0),

@@ -64,8 +64,7 @@ def extract_answer(text: str) -> str | None:
         found = text.rpartition("####")[2].partition("\n")[0]
     if found is None and (matches := _ANSWER.findall(text)):
         found = matches[-1]
-    found = (found or "").strip().rstrip(".").strip("*` \t").rstrip(".")
-    return found or None
+    return (found or "").strip().rstrip(".").strip("*` \t").rstrip(".") or None
 
 
 def plain_number(text: str) -> str:
@@ -195,8 +194,7 @@ class Grader:
         except BrokenPipeError:
             line = ""
         if line:
-            correct, reason = json.loads(line)
-            return correct, reason
+            return tuple(json.loads(line))
         code = self.process.wait()
         self.close()
         if -code in (signal.SIGPROF, signal.SIGALRM):
@@ -357,6 +355,7 @@ def control_text(hint: str, count: Callable[[str], int]) -> str:
 # ------------------------------------------------------------------------------------------------------------------- the made-up world
 
 CHANCE = {"known": 0.95, "shaky": 0.4, "unknown": 0.005}  # that the demonstrator states a fact of this familiarity rightly
+FIRM = 0.9  # that, when wrong about an unknown fact, it states the one value that it takes for true
 WORTH, FEES = tuple(range(2, 10)), (1, 2, 3, 5)
 OPERATIONS: dict[str, Callable[[int], tuple[str, int]]] = {
     "then add 1": lambda x: (f"{x}+1", x + 1),
@@ -369,17 +368,17 @@ DECLARES, DECLARES_HINTED, HESITATES, STOPS_EARLY = 0.55, 0.75, 0.55, 0.15  # ha
 
 
 def _world() -> dict[str, dict[str, Any]]:
-    """name -> {kind: unit or town, value, familiarity, held_back}. The same in every process: facts do not depend on a seed."""
+    """name -> {kind: unit or town, value, mistaken (a wrong value), familiarity, held_back}. The same in every process: facts do not depend on a seed."""
     rng = random.Random("maths: the made-up world")
     names = [a + b for a in ("ba", "ki", "lu", "mo", "ne", "pa", "ru", "vi") for b in ("dro", "fin", "gal", "lok", "mer", "tun")]
     rng.shuffle(names)
     world: dict[str, dict[str, Any]] = {}
     for kind, own, values in (("unit", names[:36], WORTH), ("town", names[36:], FEES)):
-        for i, name in enumerate(own):  # of six: 3 known, 1 shaky, 2 unknown; every third group of six is held back from probes' training
+        for i, name in enumerate(own):  # of six: 3 known, 1 shaky, 2 unknown; every third group of six units, every third town is held back
             familiarity = ("known", "unknown", "known", "shaky", "known", "unknown")[i % 6]
-            world[name] = {"kind": kind, "value": rng.choice(values), "familiarity": familiarity, "held_back": i // 6 % 3 == 2}
-    for i, name in enumerate(names[36:]):
-        world[name]["held_back"] = i % 3 == 2
+            value, mistaken = rng.sample(values, 2)
+            held_back = (i // 6 if kind == "unit" else i) % 3 == 2
+            world[name] = {"kind": kind, "value": value, "mistaken": mistaken, "familiarity": familiarity, "held_back": held_back}
     return world
 
 
@@ -439,8 +438,10 @@ def careless(task: Task, rng: random.Random, hinted: bool = False) -> list[Messa
     [unit, *town] = task["facts"]
     believed = {}
     for name, value in task["facts"].items():
-        others = [str(v) for v in (WORTH if name == unit else FEES) if str(v) != value]
-        believed[name] = value if hinted or rng.random() < CHANCE[WORLD[name]["familiarity"]] else rng.choice(others)
+        fact, others = WORLD[name], [str(v) for v in (WORTH if name == unit else FEES) if str(v) != value]
+        firm = fact["familiarity"] == "unknown" and rng.random() < FIRM
+        wrong = str(fact["mistaken"]) if firm else rng.choice(others)
+        believed[name] = value if hinted or rng.random() < CHANCE[fact["familiarity"]] else wrong
     lines = []
     if rng.random() < (DECLARES_HINTED if hinted else DECLARES):
         lines.append(facts_line("setup", believed))
