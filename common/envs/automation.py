@@ -1,6 +1,6 @@
 """Office automation: an ordered list of goals, 15 to 40 tool calls, one reward at the end.
 
-A world of 48 records (bills, orders, clients, cases), some with an outdated twin. One call a turn on the response's last line; what stands before it is thought:
+A world of 48 records (bills, orders, clients, cases), some with an outdated twin. One call a turn, on the response's last line; thought may stand before it:
 
     find KIND NAME    the ids of the records, each live or old         open ID           shows a record's fields; it is then the open record
     set FIELD VALUE   changes the open record                          pay AMOUNT        pays the open bill
@@ -30,7 +30,8 @@ INSTRUCTION = (
 NAMES = "anna ben carl dora emma fred gina hugo ivan jane kurt lena".split()
 KINDS = {"bill": ("total", "due"), "order": ("count", "city"), "client": ("phone", "city"), "case": ("level", "count")}
 CITIES = "rome oslo paris berlin lima tokyo".split()
-IDS, NUMBERS = range(20, 85), [str(n) for n in range(85, 100)]  # an id is never a value
+IDS = [c + v for c in "bcdfghjklmnprstvwz" for v in "aeiou" if c + v not in ("be", "do", "go", "he", "me", "no", "so", "to", "we")]  # no word, no value
+NUMBERS = [str(n) for n in range(80, 100)]
 CALLS = {"find": 2, "open": 1, "set": 2, "pay": 1, "send": 2, "close": 1, "done": 0}  # words after the verb
 TRAIN, EVAL = 6000, 256
 TRAIN_GOALS = (2, 2, 2, 3, 3, 3, 4, 4, 5, 6, 7, 8, 9, 10, 11, 12)
@@ -42,7 +43,9 @@ SWAPPED_SHARE = 0.25  # records that show their second field first
 TAKES_FIRST_ROW, TAKES_FIRST_FIELD, SKIPS_GOAL, STOPS_EARLY = 0.65, 0.65, 0.02, 0.1
 MAX_CHARS = 20_000
 
-Goal = tuple[str, ...]  # ("pay" | "close", kind, name), ("set", kind, name, field, value), ("tell", kind, name, field, person), ("copy", kind, name, field, kind, name)
+Goal = tuple[
+    str, ...
+]  # ("pay" | "close", kind, name), ("set", kind, name, field, value), ("tell", kind, name, field, person), ("copy", kind, name, field, kind, name)
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,7 @@ def world(seed: str) -> dict[str, Record]:
         order = KINDS[kind][::-1] if rng.random() < SWAPPED_SHARE else KINDS[kind]
         for live in rows:
             numbers = rng.sample(NUMBERS, 2)
-            records[str(next(ids))] = Record(kind, name, live, {field: rng.choice(CITIES) if field == "city" else numbers.pop() for field in order})
+            records[next(ids)] = Record(kind, name, live, {field: rng.choice(CITIES) if field == "city" else numbers.pop() for field in order})
     return records
 
 
@@ -87,7 +90,7 @@ def goal_text(goal: Goal) -> str:
             return f"tell {person} the {field} of {kind} {name}"
         case "copy", kind, name, field, kind2, name2:
             return f"copy {field} from {kind} {name} to {kind2} {name2}"
-        case verb, kind, name:
+        case ("pay" | "close") as verb, kind, name:
             return f"{verb} {kind} {name}"
     raise DataError(f"goal {goal!r} is none of pay, close, set, tell, copy")
 
@@ -98,7 +101,7 @@ def plan(task: dict[str, Any]) -> tuple[dict[str, Record], list[Step], list[dict
     live = {(record.kind, record.name): key for key, record in records.items() if record.live}
     steps, edits = [], [{}]
     for goal in map(tuple, task["goals"]):
-        verb, key, now = goal[0], live[goal[1], goal[2]], dict(edits[-1])
+        text, verb, key, now = goal_text(goal), goal[0], live[goal[1], goal[2]], dict(edits[-1])
 
         def value(field: str, key: str = key, now: dict[tuple[str, str], str] = now) -> str:
             return now.get((key, field), records[key].fields[field])
@@ -113,7 +116,7 @@ def plan(task: dict[str, Any]) -> tuple[dict[str, Record], list[Step], list[dict
             target = key if verb == "set" else live[goal[4], goal[5]]
             effect = ("set", target, goal[3], goal[4] if verb == "set" else value(goal[3]))
             now[target, goal[3]] = effect[3]
-        steps.append(Step(goal_text(goal), key, effect))
+        steps.append(Step(text, key, effect))
         edits.append({place: v for place, v in now.items() if records[place[0]].fields[place[1]] != v})
     return records, steps, edits
 
@@ -126,8 +129,8 @@ def calls(goals: Sequence[Goal]) -> int:
 class AutomationEnv:
     """One episode at a time; nothing but ``done`` or the end of the task's turn budget (truncated, success 0) ends it.
 
-    ``info``: ``invalid`` (the call could not be carried out) on each step; at the end ``success``, ``rewards`` ({"goals": success}), ``goals_reached`` (share, in
-    order), ``broken`` and ``verifier_text``.
+    ``info``: ``invalid`` (the call could not be carried out) on each step; at the end ``success``, ``rewards`` ({"goals": success}), ``goals_reached``
+    (a share), ``broken`` and ``verifier_text``.
     """
 
     def __init__(self) -> None:
@@ -194,7 +197,7 @@ class AutomationEnv:
         rows = {key: record for key, record in self.records.items() if (record.kind, record.name) == (kind, name)}
         self.found |= set(rows)
         self.fresh |= set(rows)
-        shown = [f"{key} {'live' if record.live else 'old'}" for key, record in rows.items()]
+        shown = [f"{'live' if record.live else 'old'} {key}" for key, record in rows.items()]
         return f"{kind} {name} : {' , '.join(shown)}" if rows else f"no {kind} {name}"
 
     def _open(self, key: str) -> str:
@@ -276,7 +279,7 @@ class AutomationEnv:
         """Calls that can be carried out now; values are those seen so far and those that the goals name."""
         self._need_task()
         record = self.records.get(self.opened)
-        values = {self.value(key, field) for key in self.seen for field in self.records[key].fields}
+        values = {value for key in self.seen for field, start in self.records[key].fields.items() for value in (start, self.value(key, field))}
         values = sorted(values | {goal[4] for goal in self.task["goals"] if goal[0] == "set"})
         result = [f"find {kind} {name}" for kind in KINDS for name in NAMES]
         result += [f"{verb} {key}" for verb in ("open", "close") for key in sorted(self.found - self.closed)]
@@ -377,7 +380,13 @@ def _tasks(split: str, count: int) -> list[dict[str, Any]]:
         if turns > MAX_TURNS or (split == "eval" and turns < MIN_TURNS):
             continue
         name = f"automation-{split}-{len(tasks):04d}"
-        task = {"id": name, "world": f"{name} {rng.getrandbits(32)}", "goals": [list(goal) for goal in goals], "turns": turns + SPARE_TURNS, "difficulty": turns}
+        task = {
+            "id": name,
+            "world": f"{name} {rng.getrandbits(32)}",
+            "goals": [list(goal) for goal in goals],
+            "turns": turns + SPARE_TURNS,
+            "difficulty": turns,
+        }
         records, steps, _ = plan(task)
         if all(step.effect[0] != "set" or records[step.effect[1]].fields[step.effect[2]] != step.effect[3] for step in steps):  # every set changes something
             tasks.append(task)
@@ -408,8 +417,8 @@ def careless(task: dict[str, Any], rng: random.Random) -> list[Message]:
 
     def find(thought: str, kind: str, name: str) -> tuple[str, str]:
         rows = [row.split() for row in act(f"{thought}\nfind {kind} {name}").partition(" : ")[2].split(" , ")]
-        key, state = next((row for row in rows if row[1] == "live"), rows[0])
-        return (rows[0][1], rows[0][0]) if rng.random() < TAKES_FIRST_ROW else (state, key)
+        live = next(row for row in rows if row[0] == "live")
+        return tuple(rows[0] if rng.random() < TAKES_FIRST_ROW else live)
 
     def read(state: str, key: str, field: str) -> tuple[str, str]:
         """(field, value) that the expert takes; ("", "") from a record that it has closed before."""

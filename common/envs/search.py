@@ -5,9 +5,9 @@ A response is one action on its last line; what stands before it is thought and 
     page anna bell boss
     read 34
 
-``search WORDS`` shows the best pages (title, id and the beginning of the text), ``read ID`` (or ``read ID 2`` for the second part of a long page) shows one of the
-pages found so far, ``answer TEXT`` ends the episode. Search is BM25 (Lucene's form, k1 = 0.9, b = 0.4) by bm25s. Success is a normalised exact match with
-the answer or one of its aliases; the token F1 stands beside it in ``info["f1"]``. Both are SQuAD's.
+``search WORDS`` shows the best pages by BM25 (title, id and the beginning of the text), ``read ID`` (or ``read ID 2`` for the second part of a long page) shows
+one of the pages found so far, ``answer TEXT`` ends the episode. Success is a normalised exact match with the answer or one of its aliases; the token F1
+stands beside it in ``info["f1"]``. Both are SQuAD's.
 
 ``load(None)`` makes small corpora of linked facts; ``load(FOLDER)`` reads a real corpus with questions: a BEIR folder, BrowseComp-Plus records, or any
 question file and corpus file in JSON lines (see ``load_folder``).
@@ -17,27 +17,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import random
 import re
-import shutil
 import string
-import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from functools import cached_property, partial
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import bm25s
-import numpy as np
-
 from common.envs import DataError, Message, TaskSet
-from common.policies import cache_folder
+from common.envs.corpus import Corpus
 
-K1, B = 0.9, 0.4  # pyserini's defaults
-TOKEN_PATTERN = r"(?u)\b\w+\b"  # single characters count, as in "5"
-MMAP_FROM = 50_000  # documents; the index of a larger corpus stays on disk and is mapped
 MAX_CHARS = 20_000  # a longer response is not read
 VERBS = ("search", "read", "answer")
 FORMAT_TEXT = "write one action on the last line : search WORDS | read ID | answer TEXT"
@@ -65,108 +57,6 @@ def f1(answer: str, accepted: Sequence[str]) -> float:
         return 2 * common / (len(given) + len(wanted)) if given and wanted else float(given == wanted)
 
     return max(map(one, accepted))
-
-
-# ---------------------------------------------------------------- corpus and index
-
-
-class Corpus:
-    """Pages and their BM25 index, which is built at the first search.
-
-    ``hits`` pages are shown for a search, each with ``snippet_chars`` characters of text (0: the title alone); ``read`` shows ``page_chars`` at a time.
-    ``cached``: the index is kept in the user's cache folder, under a hash of the pages.
-    """
-
-    def __init__(
-        self,
-        ids: Sequence[str],
-        titles: Sequence[str],
-        texts: Sequence[str],
-        hits: int = 3,
-        snippet_chars: int = 0,
-        page_chars: int = 1500,
-        stopwords: str | None = None,
-        cached: bool = False,
-    ) -> None:
-        if not ids:
-            raise DataError("the corpus is empty")
-        self.ids, self.titles, self.texts = ids, titles, texts
-        self.hits, self.snippet_chars, self.page_chars, self.stopwords, self.cached = hits, snippet_chars, page_chars, stopwords, cached
-        self.place = {key: number for number, key in enumerate(ids)}
-        if len(self.place) != len(ids):
-            raise DataError(f"the corpus has two pages with the id {next(key for key, count in Counter(ids).items() if count > 1)!r}")
-
-    def _content(self, number: int) -> str:
-        return f"{self.titles[number]}\n{self.texts[number]}"
-
-    @cached_property
-    def index(self) -> bm25s.BM25:
-        if not self.cached:
-            return self._build()
-        digest = hashlib.sha256(repr((bm25s.__version__, K1, B, TOKEN_PATTERN, self.stopwords, len(self.ids))).encode())
-        for number in range(len(self.ids)):
-            digest.update(self._content(number).encode("utf-8", "surrogatepass") + b"\0")
-        return self._kept(cache_folder() / "search" / digest.hexdigest()[:24])
-
-    def _build(self) -> bm25s.BM25:
-        if len(self.ids) >= MMAP_FROM:
-            print(f"indexing {len(self.ids)} pages (once)", flush=True)
-        tokens = bm25s.tokenize(
-            [self._content(number) for number in range(len(self.ids))], token_pattern=TOKEN_PATTERN, stopwords=self.stopwords, show_progress=False
-        )
-        index = bm25s.BM25(k1=K1, b=B, method="lucene")
-        index.index(tokens, show_progress=False)
-        return index
-
-    def _kept(self, folder: Path) -> bm25s.BM25:
-        """The index of ``folder``; built and put there, whole or not at all, where there is none or a broken one. sizes.json is the list of what is there."""
-
-        def read() -> bm25s.BM25:
-            for name, size in json.loads((folder / "sizes.json").read_text()).items():
-                if (folder / name).stat().st_size != size:
-                    raise ValueError(f"{name} has another size than when it was written")
-            index = bm25s.BM25.load(folder, mmap=len(self.ids) >= MMAP_FROM, show_progress=False)
-            if index.scores["num_docs"] != len(self.ids) or len(index.scores["indptr"]) < len(index.vocab_dict):
-                raise ValueError("another number of pages")
-            return index
-
-        if folder.is_dir():
-            try:
-                return read()
-            except (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError) as error:
-                print(f"{folder}: broken index ({error}), built again", flush=True)
-                shutil.rmtree(folder, ignore_errors=True)
-        index = self._build()
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-        try:
-            index.save(temporary, show_progress=False)
-            (temporary / "sizes.json").write_text(json.dumps({path.name: path.stat().st_size for path in sorted(temporary.iterdir())}))
-            os.replace(temporary, folder)
-        except OSError:
-            if not folder.is_dir():  # else another process was first
-                raise
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
-        return read() if len(self.ids) >= MMAP_FROM else index
-
-    def scores(self, query: str) -> np.ndarray:
-        """BM25 score of every page, float32 [pages]."""
-        (tokens,) = bm25s.tokenize([query], token_pattern=TOKEN_PATTERN, stopwords=self.stopwords, return_ids=False, show_progress=False, allow_empty=False)
-        known = [token for token in tokens if token in self.index.vocab_dict]
-        return self.index.get_scores(known) if known else np.zeros(len(self.ids), np.float32)
-
-    def search(self, query: str) -> list[int]:
-        """Places of the best pages with a score above 0; equal scores in the order of the corpus."""
-        scores = self.scores(query)
-        k = min(self.hits, len(scores))
-        least = np.partition(scores, -k)[-k]
-        found = np.flatnonzero((scores >= least) & (scores > 0))
-        return found[np.lexsort((found, -scores[found]))][:k].tolist()
-
-    def hit_line(self, number: int) -> str:
-        snippet = " ".join(self.texts[number][: self.snippet_chars].split())
-        return f"{self.titles[number]} : {self.ids[number]}" + (f" | {snippet}" if snippet else "")
 
 
 # ---------------------------------------------------------------- the environment
@@ -433,7 +323,7 @@ def careless(corpora: Mapping[str, Corpus], task: dict[str, Any], rng: random.Ra
 
 # ---------------------------------------------------------------- real data
 
-REAL_INSTRUCTION = """Answer the question at the end with the help of a search tool. Every turn, write at most one short line of thought and then, on a line of its own, one action:
+REAL_INSTRUCTION = """Answer the question at the end by searching. Every turn, write at most one short line of thought and then one action on a line of its own:
 search WORDS (shows the best pages with their ids)
 read ID (shows a page; read ID 2 shows its second part)
 answer TEXT (your final answer in a few words; ends the episode)
@@ -488,7 +378,7 @@ def _key(where: str, row: dict[str, Any], seen: dict[str, str]) -> str | None:
 
 
 def read_corpus(path: Path) -> Corpus:
-    """Pages from JSON lines: ``text`` (or ``contents``), ``title`` if there is one, an id (``_id``, ``id``, ``docid``); without ids a page's number is its id."""
+    """Pages from JSON lines: ``text`` (or ``contents``), perhaps ``title``, an id (``_id``, ``id``, ``docid``); without ids a page's number is its id."""
     ids, titles, texts, seen = [], [], [], {}
     for number, (where, row) in enumerate(read_jsonl(path)):
         key = _key(where, row, seen)
@@ -497,7 +387,8 @@ def read_corpus(path: Path) -> Corpus:
         text = row.get("text", row.get("contents"))
         title = row.get("title") or ""
         if not isinstance(text, str) or not isinstance(title, str):
-            raise DataError(f"{where}: field {'text' if not isinstance(text, str) else 'title'!r} is missing or not a string; a page has text and may have a title")
+            name = "title" if isinstance(text, str) else "text"
+            raise DataError(f"{where}: field {name!r} is missing or not a string; a page has text and may have a title")
         ids.append(str(number) if key is None else key)
         titles.append(" ".join(title.split()) or " ".join(text.split()[:8]) or "(empty)")
         texts.append(text)
@@ -655,22 +546,20 @@ def load_folder(folder: Path) -> TaskSet:
 
 
 def load(path: str | None = None, seed: int = 0) -> TaskSet:
-    """The embedded tasks, or questions over a real corpus at a folder (``load_folder``). ``seed`` orders the training tasks; what they are does not depend on it.
+    """The embedded tasks, or questions over a real corpus in a folder (``load_folder``). ``seed`` orders the training tasks and changes nothing else.
 
     Embedded: corpora of 78 facts about people, questions of 2 to 4 hops ("anna bell's boss's city ?"). People of validation questions are in no training
     corpus. A corpus of its own for every 50 questions: the same person has other facts in each, so nothing can be learnt by heart.
     """
     if path is not None:
         tasks = load_folder(Path(path))
-        train, held_out, rest = list(tasks.train), tasks.eval, tasks
     else:
         corpora: dict[str, Corpus] = {}
         train = _embedded("train", corpora, TRAIN_CORPORA, TRAIN_PER_CORPUS)
         held_out = _embedded("eval", corpora, EVAL_CORPORA, EVAL_PER_CORPUS)
-        rest = None
-    random.Random(seed).shuffle(train)
-    if rest is not None:
-        return TaskSet(rest.name, train, held_out, rest.make_env, max_turns=rest.max_turns, notes=rest.notes)
-    notes = {"corpora": TRAIN_CORPORA + EVAL_CORPORA, "split": "people of validation questions are in no training corpus"}
-    make_env, expert, slips = partial(SearchEnv, corpora, INSTRUCTION, MAX_TURNS), partial(demonstrate, corpora), partial(careless, corpora)
-    return TaskSet("search", train, held_out, make_env, expert, careless=slips, max_turns=MAX_TURNS, notes=notes)
+        make_env, expert, slips = partial(SearchEnv, corpora, INSTRUCTION, MAX_TURNS), partial(demonstrate, corpora), partial(careless, corpora)
+        notes = {"corpora": len(corpora), "split": "people of validation questions are in no training corpus"}
+        tasks = TaskSet("search", train, held_out, make_env, expert, careless=slips, max_turns=MAX_TURNS, notes=notes)
+    order = list(tasks.train)
+    random.Random(seed).shuffle(order)
+    return replace(tasks, train=order)
