@@ -79,6 +79,7 @@ FAMILIES = {
     "household": "common.envs.household",
     "alfworld": "common.envs.household",
     "webshop": "common.envs.webshop",
+    "scienceworld": "common.envs.scienceworld",
     "rubric": "common.envs.rubric",
     "maths": "common.envs.maths",
     "repo": "common.envs.repo",
