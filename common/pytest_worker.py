@@ -55,7 +55,8 @@ class Reporter:
         null = os.open(os.devnull, os.O_RDWR)
         for fd in (0, 1, 2):  # the first two were the way to the server's host
             os.dup2(null, fd)
-        os.closerange(REPORT_FD + 1, 4096)
+        if self.serving:
+            os.closerange(REPORT_FD + 1, 4096)
         resource.setrlimit(resource.RLIMIT_CPU, (request["cpu_s"], request["cpu_s"]))
         for name, text in request["files"].items():
             path = os.path.join(self.folder, name)

@@ -6,7 +6,7 @@ One action a turn: the first line of a response that is one (what stands before 
     read FILE [FIRST-LAST]      numbered lines
     search TEXT                 lines that contain the text
     edit FILE LINE: NEW         replaces a line (line 1 of a new file makes it); FILE FIRST-LAST: replaces several. Further lines of the response belong
-                                to the new text; no text deletes
+                                to the new text; no text deletes. In place of a single line, text without indentation takes that line's
     test                        runs the visible tests
     submit                      ends the episode: hidden tests grade it
 
@@ -53,7 +53,7 @@ _ACTION = re.compile(
 
 @dataclass(frozen=True)
 class Action:
-    """One parsed action. Lines count from 1; ``last`` is included."""
+    """One parsed action. Lines count from 1; ``last`` is included, and 0 for a single line."""
 
     verb: str
     file: str = ""
@@ -72,12 +72,11 @@ def parse_action(response: str) -> Action | None:
         if m["verb"]:
             return Action(m["verb"])
         if m["read"]:
-            first = int(m["r1"] or 0)
-            return Action("read", m["rfile"], first, int(m["r2"] or first))
+            return Action("read", m["rfile"], int(m["r1"] or 0), int(m["r2"] or 0))
         if m["search"]:
             return Action("search", text=m["text"])
         new = "\n".join([m["new"], *lines[number + 1 :]]).rstrip()
-        return Action("edit", m["efile"], int(m["e1"]), int(m["e2"] or m["e1"]), new.removeprefix(" "))
+        return Action("edit", m["efile"], int(m["e1"]), int(m["e2"] or 0), new.removeprefix(" "))
     return None
 
 
@@ -93,7 +92,7 @@ def is_protected(name: str) -> bool:
         or last.startswith("test_")
         or last.endswith(("_test.py", ".pth"))
         or last in ("conftest.py", "pytest.ini", ".pytest.ini", "tox.ini", "setup.cfg", "pyproject.toml", "pytest.toml", "sitecustomize.py", "usercustomize.py")
-        or last.partition(".")[0] in ("pytest", "_pytest", "pluggy")
+        or any(part.partition(".")[0] in ("pytest", "_pytest", "pluggy") for part in parts)
     )
 
 
@@ -195,6 +194,14 @@ def trusted_verdict(task: Mapping[str, Any], files: Mapping[str, str]) -> Verdic
     return Verdict("FAIL" if failures else "PASS", True, report(failures, len(cases)))
 
 
+def trusted_grade(task: Mapping[str, Any], files: Mapping[str, str]) -> Verdict:
+    """``hidden_verdict`` without a process, for the same texts."""
+    rows = [(call, value) for call, value, expected in task["hidden_cases"] if expected == "passed"]
+    values = repo_tasks.evaluate({name: files[name] for name in task["files"]}, [call for call, _ in rows])
+    good = not any(repo_tasks.outcome(value, expected) for value, (_, expected) in zip(values, rows))
+    return Verdict("PASS" if good else "FAIL", True, "")
+
+
 # ---------------------------------------------------------------- the environment
 
 
@@ -246,28 +253,27 @@ class RepoEnv:
         if action.file not in self.files:
             return f"no file {action.file}", False
         numbered = [f"{i} {line}".rstrip() for i, line in enumerate(self.files[action.file].splitlines(), 1)]
-        shown = numbered[action.first - 1 : action.last] if action.first else numbered
+        shown = numbered[action.first - 1 : action.last or action.first] if action.first else numbered
         more = [f"... {len(shown) - SHOWN_LINES} more lines"] if len(shown) > SHOWN_LINES else []
         return "\n".join(shown[:SHOWN_LINES] + more) or "no such lines", bool(shown)
 
     def edit(self, action: Action) -> tuple[str, bool]:
-        """Replaces lines. Text without indentation takes that of the first line it replaces."""
-        name = action.file
+        """Replaces lines. Text without indentation that replaces a single line takes that line's; where a range is given, text is taken as it is."""
+        name, last = action.file, action.last or action.first
         if posixpath.isabs(name) or posixpath.normpath(name) != name or name.startswith(".."):
             return f"no file {name}", False
         if is_protected(name):
             return f"{name} may not be changed", False
-        if name not in self.files and (action.first, action.last) != (1, 1):
+        if name not in self.files and (action.first, last) != (1, 1):
             return f"no file {name}; line 1 makes one", False
         lines = self.files.get(name, "\n").splitlines()
-        if not 1 <= action.first <= action.last <= len(lines):
+        if not 1 <= action.first <= last <= len(lines):
             return f"{name} has lines 1 to {len(lines)}", False
         old = lines[action.first - 1]
         new = action.text.splitlines()
-        if new and new[0] and not new[0][0].isspace():
-            indentation = old[: len(old) - len(old.lstrip())]
-            new = [indentation + line if line else line for line in new]
-        text = "\n".join([*lines[: action.first - 1], *new, *lines[action.last :]]) + "\n"
+        if not action.last and new and new[0] and not new[0][0].isspace():
+            new = [_indentation(old) + line if line else line for line in new]
+        text = "\n".join([*lines[: action.first - 1], *new, *lines[last:]]) + "\n"
         if len(text) > MAX_CHARS:
             return f"{name} would have more than {MAX_CHARS} characters", False
         self.files[name] = text
@@ -298,18 +304,25 @@ class RepoEnv:
 
 
 def differences(name: str, text: str, fixed: str) -> Iterator[tuple[str, int, int, str]]:
-    """(file, first, last, new text) of the edits that turn ``text`` into ``fixed``: line by line, or the whole file when its length differs."""
+    """(file, first, last, new text) of the edits that turn ``text`` into ``fixed``; last is 0 for a single line whose indentation stays.
+
+    Line by line, or the whole file when lengths or indentations differ.
+    """
     old, new = text.splitlines(), fixed.splitlines()
-    if len(old) != len(new):
+    if len(old) != len(new) or any(_indentation(a) != _indentation(b) for a, b in zip(old, new)):
         yield name, 1, len(old), fixed.rstrip("\n")
         return
     for i, (a, b) in enumerate(zip(old, new), 1):
         if a != b:
-            yield name, i, i, b if a[: len(a) - len(a.lstrip())] != b[: len(b) - len(b.lstrip())] else b.lstrip()
+            yield name, i, 0, b.strip()
+
+
+def _indentation(line: str) -> str:
+    return line[: len(line) - len(line.lstrip())]
 
 
 def render_edit(name: str, first: int, last: int, new: str) -> str:
-    return f"edit {name} {first}{f'-{last}' if last > first else ''}: {new}"
+    return f"edit {name} {first}{f'-{last}' if last else ''}: {new}"
 
 
 # ---------------------------------------------------------------- the scripted expert
@@ -347,14 +360,14 @@ def _play(task: dict[str, Any], rng: random.Random, right: float, tested: float,
             function, words = _function_at(task["fixed"][name], line)
             trap = task["trap"] if task["trap"] and task["trap"]["function"] == function else None
             if rng.random() < right:
-                say(f"{function} is {words}\n{render_edit(name, line, line, new)}")
+                say(f"{function} is {words}\n{render_edit(name, line, 0, new)}")
             elif trap and env.files[trap["file"]].splitlines()[trap["line"] - 1] == trap["old"] and rng.random() < 0.7:
                 if trap["file"] != name:
                     say(f"read {trap['file']}")
                 words = _function_at(env.files[trap["file"]], trap["line"])[1]
-                say(f"{trap['helper']} is {words}\n{render_edit(trap['file'], trap['line'], trap['line'], trap['new'].strip())}")
+                say(f"{trap['helper']} is {words}\n{render_edit(trap['file'], trap['line'], 0, trap['new'].strip())}")
             else:
-                say(f"{function} is {words}\n{render_edit(name, line, line, _mistake(task, name, line, rng))}")
+                say(f"{function} is {words}\n{render_edit(name, line, 0, _mistake(task, name, line, rng))}")
         if rng.random() < tested:
             if say("test").startswith("PASS") or rng.random() >= goes_on:
                 break

@@ -17,7 +17,8 @@ import functools
 import hashlib
 import random
 import re
-from collections.abc import Callable, Iterator, Mapping
+import reprlib
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -237,25 +238,39 @@ def draw_program(family: str, rng: random.Random) -> Program:
     return program
 
 
+@functools.lru_cache(maxsize=20_000)
+def _module(text: str) -> Any:
+    return compile("\n".join(line for line in text.splitlines() if not line.startswith("from ")), "<repository>", "exec")
+
+
+@functools.lru_cache(maxsize=50_000)
+def _call(text: str) -> Any:
+    return compile(text, "<call>", "eval")
+
+
 def evaluate(files: Mapping[str, str], calls: list[str]) -> list[Any]:
     """Values of calls in the generator's own files (modules in the order of their use); an exception stands for itself."""
     scope: dict[str, Any] = {}
     for text in files.values():
-        exec(compile("\n".join(line for line in text.splitlines() if not line.startswith("from ")), "<repository>", "exec"), scope)
+        exec(_module(text), scope)
     values = []
     for call in calls:
         try:
-            values.append(eval(call, scope))
+            values.append(eval(_call(call), scope))
         except Exception as error:
             values.append(error)
     return values
+
+
+_shortened = reprlib.Repr()  # as pytest shows values
+_shortened.maxstring = _shortened.maxother = 240
 
 
 def outcome(value: Any, expected: Any) -> str:
     """Beginning of pytest's message for ``assert call == expected``; "" when it passes."""
     if isinstance(value, Exception):
         return f"{type(value).__name__}: {value}"
-    return "" if value == expected else f"assert {value!r} == {expected!r}"
+    return "" if value == expected else f"assert {_shortened.repr(value)} == {_shortened.repr(expected)}"
 
 
 def draw_call(text: str, rng: random.Random) -> str:
@@ -305,7 +320,8 @@ def draw_task(program: Program, faults: int, rng: random.Random, show_all: bool 
     """A task on this program, or None when the draw has no such task. ``show_all``: visible tests cover sound functions too.
 
     Keys: family; files (broken) and fixed, name -> text; tests (visible) and hidden, name -> text; outcomes (hidden test id -> passed or failed);
-    faults [{kind, function, file, line, old, new}]; trap {function, helper, file, line, old, new} or None; cases {test name: (call, value)}.
+    hidden_cases [(call, value, passed or failed)];
+    faults [{kind, function, file, line, old, new}]; trap {function, helper, file, line, old, new} or None; cases {visible test name: (call, value)}.
     """
     own = program.functions()
     names = list(own)
@@ -337,7 +353,7 @@ def draw_task(program: Program, faults: int, rng: random.Random, show_all: bool 
     failing = [name for name, value in zip(names, evaluate(broken, [call for call, _ in cases.values()])) if outcome(value, cases[name][1])]
     visible = [name for name in names if show_all or name in failing]
     alone_files = [program.replaced({name: change}).files() for name, (_, change) in changes.items()]
-    rows = _hidden_rows(program, fixed, broken, alone_files, rng)
+    rows = _hidden_rows(program, changes, fixed, broken, alone_files, rng)
     if rows is None:
         return None
     numbers = rng.sample(range(100, 1000), len(rows))
@@ -350,6 +366,7 @@ def draw_task(program: Program, faults: int, rng: random.Random, show_all: bool 
         "tests": {f"test_{program.family}.py": _tests(program, [(name, *cases[name]) for name in visible])},
         "hidden": {"test_hidden.py": hidden},
         "outcomes": outcomes,
+        "hidden_cases": [list(row) for row in rows],
         "faults": fault_rows,
         "trap": _trap(program, {name: change for name, (_, change) in changes.items()}, cases),
         "cases": {f"test_{name}": [cases[name][0], cases[name][1]] for name in visible},
@@ -358,21 +375,24 @@ def draw_task(program: Program, faults: int, rng: random.Random, show_all: bool 
 
 
 def _hidden_rows(
-    program: Program, fixed: dict[str, str], broken: dict[str, str], alone: list[dict[str, str]], rng: random.Random
+    program: Program, faulty: Collection[str], fixed: dict[str, str], broken: dict[str, str], alone: list[dict[str, str]], rng: random.Random
 ) -> list[tuple[str, Any, str]] | None:
     """(call, value, what must come of the test): HIDDEN_CALLS calls of each function, each with its value and with another one, in random order.
 
-    None when a fault that is left alone (``alone``) would pass.
+    None when a fault that is left alone (``alone``), or one value for all calls of a faulty function, would pass.
     """
     rows: list[tuple[str, Any, str]] = []
-    for _, function in program.functions().values():
-        calls = list(dict.fromkeys(draw_call(function, rng) for _ in range(8)))
+    for name, (_, function) in program.functions().items():
+        calls = list(dict.fromkeys(draw_call(function, rng) for _ in range(10)))
         good, bad = evaluate(fixed, calls), evaluate(broken, calls)
         usable = [(c, g, b) for c, g, b in zip(calls, good, bad) if not isinstance(g, Exception)]
         usable.sort(key=lambda row: not outcome(row[2], row[1]))  # calls that show a fault first
         if len(usable) < HIDDEN_CALLS:
             return None
-        for call, value, wrong in usable[:HIDDEN_CALLS]:
+        others = [row for row in usable if row[1] != usable[0][1]]
+        if name in faulty and not others:
+            return None
+        for call, value, wrong in [*usable[: HIDDEN_CALLS - 1], *(row for row in [*others, *usable] if row not in usable[: HIDDEN_CALLS - 1])][:HIDDEN_CALLS]:
             rows += [(call, value, "passed"), (call, _other_value(value, wrong, rng), "failed")]
     right = [(call, value) for call, value, expected in rows if expected == "passed"]
     for files in alone:
@@ -425,11 +445,11 @@ def generate(split: str, count: int, seed: int, large: bool = False) -> list[dic
         program = _joined(rng.sample(families, 3), rng) if large else draw_program(families[len(tasks) % len(families)], rng)
         if split_of(program) != split:
             continue
-        wanted_trap = rng.random() < 0.5
+        trap_tries = rng.choice((0, 8))  # half of the tasks are drawn again for a trap
         faults = rng.choice((2, 3)) if large else rng.choices((1, 2, 3), (6, 3, 1))[0]
-        for _ in range(8):
+        for attempt in range(8):
             task = draw_task(program, faults, rng, show_all=not large)
-            if task is None or (wanted_trap and task["trap"] is None):
+            if task is None or (attempt < trap_tries and task["trap"] is None):
                 continue
             key = hashlib.sha256(repr(sorted(task["files"].items()) + sorted(task["fixed"].items())).encode()).hexdigest()[:12]
             if key not in seen:
