@@ -254,9 +254,9 @@ class ScienceWorldEnv:
 
 INSTRUCTIONS = (
     "You act in a small house to solve a task in elementary science. Write one command on the last line of your answer. Commands: look around, look at THING, "
-    "look in THING, inventory, go to PLACE, teleport to PLACE, open THING, close THING, pick up THING, put down THING, move THING to THING, pour THING into THING, "
-    "dunk THING into THING, mix THING, use THING on THING, activate THING, deactivate THING, connect THING to THING, disconnect THING, read THING, eat THING, "
-    "flush THING, focus on THING (tells which object the task is about; a wrong one ends the episode), wait, wait1, task."
+    "look in THING, inventory, go to PLACE, teleport to PLACE, open THING, close THING, pick up THING, put down THING, move THING to THING, pour THING into "
+    "THING, dunk THING into THING, mix THING, use THING on THING, activate THING, deactivate THING, connect THING to THING, disconnect THING, read THING, eat "
+    "THING, flush THING, focus on THING (tells which object the task is about; a wrong one ends the episode), wait, wait1, task."
 )
 
 
