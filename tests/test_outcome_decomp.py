@@ -504,6 +504,19 @@ def test_harness_logs_become_records(tmp_path):
     assert {r.model for r in named} == {"mine"}
 
 
+def test_a_line_as_the_harness_writes_it(tmp_path):
+    """Written by lm-evaluation-harness 0.4.13 (its dummy model, a task of two sums)."""
+    line = (
+        r'{"doc_id": 0, "doc": {"q": "1+1", "a": "lol"}, "target": "lol", "arguments": {"gen_args_0": {"arg_0": "1+1", "arg_1": {"until": ["\n\n"], '
+        r'"do_sample": true, "temperature": 0.6, "max_gen_toks": 16}}}, "resps": [["lol"]], "filtered_resps": ["lol"], "filter": "none", '
+        r'"metrics": ["exact_match"], "doc_hash": "e7c01d1f1a913e82fa045022cf10e929ce1589f4e12a487f5e48be668fa70647", '
+        r'"prompt_hash": "4a1b21d876ae00c8ed5c4d1cde09c61f8a61b50fe370a801b10c339831f370ab", '
+        r'"target_hash": "07123e1f482356c415f684407a3b8723e10b2cbbc0b8fcd6282c49d37c9c1abc", "exact_match": 1.0}'
+    )
+    [record], _ = read_logs(tmp_path, {"dummy/samples_tiny_sums_2026-11-30T19-24-15.078384.jsonl": [line]})
+    assert record == Record("dummy", "0:e7c01d1f", 0, 1, True, True, "tiny_sums", text="lol", line=1)
+
+
 BAD_LOGS = [
     (harness(answers=["a", "b"]), "2 answers but 1 score of 'exact_match'"),
     (harness(scores=0.5), "exact_match is 0.5 \\(float\\); a score must be 0 or 1"),
