@@ -116,7 +116,9 @@ class HouseholdEnv:
         actions = self._plan()
         if not actions or "file" in self.task:
             return self.game.command(actions[0]) if actions else "look"
-        purpose = next(action for action in actions if action.kind not in ("gotolocation", "openobject"))
+        # a plan that only goes somewhere goes back to the lamp
+        lamp = [Action("toggleobject", o) for o in self.game.goal.lamps]
+        purpose = next(action for action in actions + lamp if action.kind not in ("gotolocation", "openobject"))
         return f"{aim(self.game, purpose)}\n{self.game.command(actions[0])}"
 
     def state_key(self) -> str:
@@ -396,7 +398,7 @@ class _Expert:
     """Knows what it has seen: searches the receptacles in the order of the room and remembers what lay where. ``slip(p)`` says whether to make a slip."""
 
     def __init__(self, task: dict[str, Any], slip: Callable[[float], bool]):
-        self.env, self.slip = HouseholdEnv(), slip
+        self.env, self.slip = HouseholdEnv(HORIZON if task["wording"] == "compact" else ALFWORLD_HORIZON), slip
         self.messages = self.env.reset(task)
         self.game, self.family, self.layout = self.env.game, task["family"], task["layout"]
         self.known: dict[int, int] = {}  # thing -> receptacle in which it was seen

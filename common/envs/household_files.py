@@ -88,8 +88,9 @@ def _plain(expression: Any) -> str:
 
 
 @lru_cache(maxsize=8)
-def check_domain(text: str, where: str) -> frozenset[str]:
+def check_domain(text: str) -> frozenset[str]:
     """Names of the domain's actions. Raises DataError unless each of them is one that the engine plays."""
+    where = "field 'pddl_domain'"
     actions = {part[1]: part for part in read_pddl(text, where) if isinstance(part, list) and part[:1] == [":action"] and len(part) > 1}
     for name, action in actions.items():
         if hashlib.sha256(_plain(action).encode()).hexdigest()[:8] != DOMAIN.get(name):
@@ -255,8 +256,9 @@ def _rules(block: str, rules: dict[str, list[tuple[str, str]]], where: str) -> N
         raise DataError(f"{where}: a grammar block must be a JSON object, symbol -> list of rules")
 
 
-def read_grammar(text: str, actions: frozenset[str], where: str) -> tuple[Grammar, str]:
+def read_grammar(text: str, actions: frozenset[str]) -> tuple[Grammar, str]:
     """The compiled grammar and the task sentence of one game."""
+    where = "field 'grammar'"
     rules: dict[str, list[tuple[str, str]]] = {}
     templates, feedback = {}, {}
     position = 0
@@ -289,23 +291,17 @@ def read_grammar(text: str, actions: frozenset[str], where: str) -> tuple[Gramma
     if len(task) != 1 or task[0][0] or re.search(r"[\[\]{}#]", task[0][1]):
         raise DataError(f"{where}: symbol 'task' must have one plain text, the task sentence")
     key = json.dumps([{a: templates[a] for a in sorted(actions)}, {a: feedback.get(a) for a in sorted(actions)}, rules], sort_keys=True)
-    return _grammar(key, where), task[0][1]
+    return _compiled(key), task[0][1]
 
 
 @lru_cache(maxsize=8)
 def _compiled(key: str) -> Grammar:
-    templates, feedback, rules = json.loads(key)
-    return Grammar(templates, {a: f for a, f in feedback.items() if f is not None}, rules, "grammar")
-
-
-def _grammar(key: str, where: str) -> Grammar:
     """All official games share their grammar but for the task sentence: it is compiled once."""
+    templates, feedback, rules = json.loads(key)
     try:
-        return _compiled(key)
-    except DataError as error:
-        raise DataError(f"{where}: {error}") from error
+        return Grammar(templates, {a: f for a, f in feedback.items() if f is not None}, rules, "field 'grammar'")
     except RecursionError as error:
-        raise DataError(f"{where}: symbols are nested too deep") from error
+        raise DataError("field 'grammar': symbols are nested too deep") from error
 
 
 # ---------------------------------------------------------------- files
@@ -332,9 +328,15 @@ def read_json(path: Path, fields: tuple[str, ...]) -> dict[str, Any]:
 def read_game(path: Path) -> Game:
     """The game in a ``game.tw-pddl``. Raises DataError naming file and field."""
     data = read_json(path, ("pddl_domain", "pddl_problem", "grammar"))
-    actions = check_domain(data["pddl_domain"], f"{path}: field 'pddl_domain'")
-    grammar, task = read_grammar(data["grammar"], actions, f"{path}: field 'grammar'")
-    where = f"{path}: field 'pddl_problem'"
+    try:
+        return _game(data)
+    except DataError as error:
+        raise DataError(f"{path}: {error}") from error
+
+
+def _game(data: dict[str, Any]) -> Game:
+    grammar, task = read_grammar(data["grammar"], check_domain(data["pddl_domain"]))
+    where = "field 'pddl_problem'"
     problem = read_pddl(data["pddl_problem"], where)
     types = _objects(_section(problem, ":objects", where), where)
     facts = _facts(_section(problem, ":init", where), types, where)
