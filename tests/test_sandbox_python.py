@@ -1,13 +1,16 @@
 """pytest on hostile files in warm workers: each escape is tried and its failure checked by value, and the next run finds nothing of it."""
 
 import concurrent.futures
+import importlib.util
 import json
 import os
 import re
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 from pathlib import Path
@@ -306,9 +309,7 @@ def test_nothing_outside_can_be_written():
     assert result.passed and len(result.outcomes) == len(places), result
 
 
-@pytest.mark.usefixtures("isolated")
-def test_the_server_can_be_neither_killed_nor_read(started):
-    result = suite("""
+PROTECTED_SERVER = """
         import ctypes, os, signal
         import pytest
         def test_descriptors():
@@ -326,7 +327,12 @@ def test_the_server_can_be_neither_killed_nor_read(started):
                 with pytest.raises(OSError):
                     open(f"/proc/1/{name}", "rb").read(1)
             assert libc.syscall(438, os.pidfd_open(1), 0, 0) == -1 and ctypes.get_errno() == 1
-    """)
+"""
+
+
+@pytest.mark.usefixtures("isolated")
+def test_the_server_can_be_neither_killed_nor_read(started):
+    result = suite(PROTECTED_SERVER)
     assert result.passed, result
     run_pytest(GOOD, ["test_a.py"], **SMALL)
     assert len(started) == 1
@@ -351,6 +357,45 @@ def test_what_a_later_run_would_inherit_ends_the_worker(code, started):
     for _ in range(2):
         assert run_pytest(GOOD, ["test_a.py"], **SMALL).passed
     assert len(started) == 2
+
+
+@pytest.mark.usefixtures("isolated")
+def test_another_user_gets_the_same_box():
+    """Started by an ordinary user, a worker lives in a user namespace: the same protection of its server, the same limit of processes."""
+    if os.geteuid() != 0:
+        return  # then every other test has shown it
+    place = tempfile.mkdtemp(prefix="box-")
+    for name in ("pytest", "_pytest", "pluggy", "iniconfig", "packaging", "pygments", "py"):
+        if spec := importlib.util.find_spec(name):
+            source = Path(spec.origin)
+            if spec.submodule_search_locations:
+                shutil.copytree(source.parent, Path(place, name), ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                shutil.copy(source, place)
+    code = f"""
+        import os, sys
+        from common import sandbox, sandbox_pytest
+        reachable = not sys.base_prefix.startswith("/root")  # else a system's Python, with copies of what it needs
+        if not reachable:
+            sandbox_pytest.sys = type("Python", (), {{"executable": "/usr/bin/python3"}})
+            sandbox._interpreter_binds = lambda: []
+        binds, variables = sandbox._interpreter_binds, sandbox._environment
+        sandbox._interpreter_binds = lambda: [*binds(), "--dir", "/opt", "--ro-bind", {place!r}, "/opt/copies"]
+        sandbox._environment = lambda home: {{**variables(home), "PYTHONPATH": "/opt/copies"}}
+        os.setgroups([]); os.setgid(65534); os.setuid(65534)
+        test = {textwrap.dedent(PROTECTED_SERVER)!r}
+        test += "def test_user():\\n    assert os.getuid() == 65534\\n"
+        test += "def test_forks():\\n    try:\\n        while (n := os.fork()): pass\\n        signal.pause()\\n    except OSError as error:\\n        assert error.errno == 11\\n"
+        result = sandbox_pytest.run_pytest({{"test_a.py": test}}, ["test_a.py"], memory_mb=512, processes=16, require_isolation=True)
+        print(result.passed, len(result.outcomes), result)
+    """
+    try:
+        os.chmod(place, 0o755)
+        command = [sys.executable, "-c", textwrap.dedent(code)]
+        result = subprocess.run(command, cwd=Path(sandbox.__file__).parents[1], capture_output=True, text=True, timeout=300)
+        assert result.stdout.startswith("True 5 "), result.stdout + result.stderr
+    finally:
+        shutil.rmtree(place)
 
 
 @pytest.mark.usefixtures("isolated")
