@@ -385,7 +385,8 @@ def test_another_user_gets_the_same_box():
         os.setgroups([]); os.setgid(65534); os.setuid(65534)
         test = {textwrap.dedent(PROTECTED_SERVER)!r}
         test += "def test_user():\\n    assert os.getuid() == 65534\\n"
-        test += "def test_forks():\\n    try:\\n        while (n := os.fork()): pass\\n        signal.pause()\\n    except OSError as error:\\n        assert error.errno == 11\\n"
+        test += "def test_forks():\\n    try:\\n        while os.fork(): pass\\n"
+        test += "        signal.pause()\\n    except OSError as error:\\n        assert error.errno == 11\\n"
         result = sandbox_pytest.run_pytest({{"test_a.py": test}}, ["test_a.py"], memory_mb=512, processes=16, require_isolation=True)
         print(result.passed, len(result.outcomes), result)
     """
