@@ -69,16 +69,19 @@ class Step:
 def world(seed: str) -> dict[str, Record]:
     """The records of a task: id -> record. Not to be changed."""
     rng = random.Random(seed)
-    ids = iter(rng.sample(IDS, len(IDS)))
+    ids = iter(rng.sample(IDS, len(KINDS) * len(NAMES) + TWINS))
     everything = [(kind, name) for kind in KINDS for name in NAMES]
     twins = set(rng.sample(everything, TWINS))
     records = {}
     for kind, name in everything:
         rows = rng.sample([True, False], 2) if (kind, name) in twins else [True]
-        order = KINDS[kind][::-1] if rng.random() < SWAPPED_SHARE else KINDS[kind]
         for live in rows:
-            numbers = rng.sample(NUMBERS, 2)
-            records[next(ids)] = Record(kind, name, live, {field: rng.choice(CITIES) if field == "city" else numbers.pop() for field in order})
+            first = int(rng.random() * len(NUMBERS))
+            second = (first + 1 + int(rng.random() * (len(NUMBERS) - 1))) % len(NUMBERS)  # another number
+            a, b = KINDS[kind]
+            fields = {a: NUMBERS[first], b: CITIES[int(rng.random() * len(CITIES))] if b == "city" else NUMBERS[second]}
+            swapped = rng.random() < SWAPPED_SHARE
+            records[next(ids)] = Record(kind, name, live, {b: fields[b], a: fields[a]} if swapped else fields)
     return records
 
 
