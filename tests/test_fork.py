@@ -479,7 +479,7 @@ def test_deletion_by_credit_keeps_more_recall_than_by_asking():
         left[name] = [top / bottom for top, bottom in kept.values()]
         assert left[name] == sorted(left[name], reverse=True)
     assert all(c >= p for c, p in zip(left["credit"], left["prompting"]))
-    assert left["credit"][1] > 0.9 > left["prompting"][1]
+    assert left["credit"][1] > 0.85 > left["prompting"][1] + 0.1  # at 40 % of the units
 
 
 @pytest.mark.parametrize(

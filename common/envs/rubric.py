@@ -118,7 +118,6 @@ def _rubric(criterion: str, points: float, check: dict[str, Any] | None) -> dict
 
 # ------------------------------------------------------------------------------------------------------- reading answers
 
-_SENTENCE_END = re.compile(r"(?<=[.!?])\s+|\s*\n+\s*")
 _CLAUSES = {
     attribute: re.compile("|".join(re.escape(wording).replace(r"\{\}", "(\\w+)") for wording in (f"its {other}", f"it {does}")))
     for attribute, (does, other, _, _) in ATTRIBUTES.items()
@@ -126,8 +125,9 @@ _CLAUSES = {
 
 
 def sentences(text: str) -> list[str]:
-    """The text at sentence ends and line breaks; list marks and end marks are dropped."""
-    parts = (re.sub(r"^\s*(?:[-*+•]|\d+[.)]|#+)\s+", "", part).strip() for part in _SENTENCE_END.split(text))
+    """The text cut at sentence ends and line breaks; list marks and end marks are dropped."""
+    lines = (re.sub(r"^\s*(?:[-*+•]|\d+[.)]|#+)\s+", "", line) for line in text.splitlines())
+    parts = (part.strip() for line in lines for part in re.split(r"(?<=[.!?])\s+", line))
     return [part.rstrip(".!?").rstrip() for part in parts if re.search(r"\w", part)]
 
 
