@@ -255,6 +255,7 @@ def test_comparisons():
     # the holistic look forgives nothing, so it takes a short safe answer; the rubric-free one weighs faults against what is said
     assert judge("compare", first="it eats corn.", second="it eats corn. it lives in caves. it trusts bees. it wears brown.")["winner"] == "first"
     assert judge("prefer", first="it eats corn.", second="it eats corn. it lives in caves. it trusts bees. it wears brown.")["winner"] == "second"
+    assert judge("compare", first="", second="it eats corn. it wears brown. it wears brown.")["winner"] == "second"  # no answer is no answer
     with pytest.raises(ValueError, match="no role"):
         judge("poem")
 
@@ -265,7 +266,7 @@ def test_comparisons():
 def test_quality_counts():
     text = "hello. it eats corn. it's nice. its food is corn. it wakes at noon. it fears hawks. it wears brown. it fears hawks."
     counts = rubric.quality(FOX, text)
-    expected = {"needed": 1, "unneeded": 1, "repeated": 1, "false": 3, "noise": 1, "filler": 1, "statements": 6, "harmful": 2, "utility": 1 - 3 - 1.5}
+    expected = {"needed": 1, "unneeded": 1, "repeated": 1, "false": 3, "noise": 1, "filler": 1, "statements": 6, "harmful": 2, "utility": 1 - 1.5 - 0.75}
     assert counts == expected
     scores = rubric.profile(FOX, text)
     assert scores == pytest.approx({"correctness": 1 + 18 / 7, "completeness": 2.5, "conciseness": 1 + 6 / 8, "relevance": 1 + 18 / 7, "safety": 3.0})
@@ -293,7 +294,7 @@ def test_recall_alone_pays_for_stuffing_that_quality_punishes():
             totals[name][1] += rubric.quality(task, text)["utility"] / len(TASKS.eval)
         assert rubric.prefer(task, stuffed, rubric.best_answer(task)) == 0
     assert totals["stuffed"][0] > totals["best"][0] + 0.2
-    assert totals["stuffed"][1] < totals["best"][1] - 3
+    assert totals["stuffed"][1] < totals["best"][1] - 1
 
 
 @settings(max_examples=100, deadline=None)

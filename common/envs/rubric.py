@@ -278,16 +278,15 @@ def _passes(task: dict[str, Any], units: list[str], criteria: list[str]) -> list
     return out
 
 
-def _look(task: dict[str, Any], text: str) -> tuple[float, float]:
-    """What a reader who compares two answers as a whole goes by, larger is better: few faults (falsehoods, off-topic statements, repeats), then
-    correct statements on the topic."""
+def _look(task: dict[str, Any], text: str) -> tuple[float, ...]:
+    """What a reader who compares two answers as a whole goes by, larger is better: something correct on the topic at all, then few faults (falsehoods,
+    off-topic statements, repeats), then how much is correct and on the topic."""
     units = unitise(task, text)
     if "entity" not in task:
         score = sum(r["points"] for c, r in zip(_checks(task), task["rubrics"]) if meets(task, c, text))
         return score, -len(text)
-    good = [u for u in units if _on_topic(task, u) and _is_correct(task, u)]
-    distinct = {tuple(stated(task, u) or ()) for u in good}
-    return -float(len(units) - len(distinct)), float(len(distinct))
+    distinct = {tuple(stated(task, u) or ()) for u in units if _on_topic(task, u) and _is_correct(task, u)}
+    return float(bool(distinct)), -float(len(units) - len(distinct)), float(len(distinct))
 
 
 def rule_judge(role: str, data: dict[str, Any]) -> dict[str, Any]:
@@ -333,7 +332,7 @@ def rule_judge(role: str, data: dict[str, Any]) -> dict[str, Any]:
 
 def quality(task: dict[str, Any], text: str) -> dict[str, float]:
     """Counts of an answer to an embedded task, from the knowledge base and the question alone: needed (distinct needed facts stated), unneeded, repeated,
-    false, noise (sentences that state nothing), filler, statements; and utility = needed - false - (unneeded + repeated + noise) / 2."""
+    false, noise (sentences that state nothing), filler, statements; and utility = needed - false / 2 - (unneeded + repeated + noise) / 4."""
     if "entity" not in task:
         raise CannotJudge(f"task {task['id']!r} comes from a file: nothing is known about its answers beyond the rubric; use a model as --eval-judge")
     counts = dict.fromkeys(("needed", "unneeded", "repeated", "false", "noise", "filler", "statements", "harmful"), 0.0)
@@ -356,7 +355,7 @@ def quality(task: dict[str, Any], text: str) -> dict[str, float]:
             else:
                 counts["needed" if attribute in NEEDED[task["topic"]] else "unneeded"] += 1
             seen.add((attribute, value))
-    counts["utility"] = counts["needed"] - counts["false"] - (counts["unneeded"] + counts["repeated"] + counts["noise"]) / 2
+    counts["utility"] = counts["needed"] - counts["false"] / 2 - (counts["unneeded"] + counts["repeated"] + counts["noise"]) / 4
     return counts
 
 
