@@ -338,8 +338,9 @@ def _function_at(text: str, line: int) -> tuple[str, str]:
 def _play(task: dict[str, Any], rng: random.Random, right: float, tested: float, goes_on: float) -> list[Message]:
     """A conversation of an expert who sees the repaired program.
 
-    right: chance that an edit is the right one; otherwise it is a trap where the task has one for this function, or another mistake of the same kind as the
-    faults. tested: chance that an edit is tested before the next decision. goes_on: chance to go on after tests failed, or with faults left untested.
+    right: chance that an edit is the right one. Otherwise, half of the time where the task has a trap for this function, it is the trap; else mostly the line
+    as it stands, copied in spite of its documentation, and sometimes another mutation of the right line. tested: chance that an edit is tested before the
+    next decision. goes_on: chance to go on after tests failed, or with faults left untested.
     """
     env = RepoEnv(visible=trusted_verdict)
     conversation = env.reset(task)
@@ -361,13 +362,14 @@ def _play(task: dict[str, Any], rng: random.Random, right: float, tested: float,
             trap = task["trap"] if task["trap"] and task["trap"]["function"] == function else None
             if rng.random() < right:
                 say(f"{function} is {words}\n{render_edit(name, line, 0, new)}")
-            elif trap and env.files[trap["file"]].splitlines()[trap["line"] - 1] == trap["old"] and rng.random() < 0.7:
+            elif trap and env.files[trap["file"]].splitlines()[trap["line"] - 1] == trap["old"] and rng.random() < 0.5:
                 if trap["file"] != name:
                     say(f"read {trap['file']}")
                 words = _function_at(env.files[trap["file"]], trap["line"])[1]
                 say(f"{trap['helper']} is {words}\n{render_edit(trap['file'], trap['line'], 0, trap['new'].strip())}")
             else:
-                say(f"{function} is {words}\n{render_edit(name, line, 0, _mistake(task, name, line, rng))}")
+                same = env.files[name].splitlines()[line - 1].strip()
+                say(f"{function} is {words}\n{render_edit(name, line, 0, same if rng.random() < 0.8 else _mistake(task, name, line, rng))}")
         if rng.random() < tested:
             if say("test").startswith("PASS") or rng.random() >= goes_on:
                 break
@@ -392,8 +394,8 @@ def demonstrate(task: dict[str, Any], rng: random.Random) -> list[Message]:
 
 
 def careless(task: dict[str, Any], rng: random.Random) -> list[Message]:
-    """The same with habits: edits that miss, edits at the wrong place (the trap), submitting untested or in spite of failing tests."""
-    return _play(task, rng, right=0.5, tested=0.5, goes_on=0.5)
+    """The same with habits: edits that change nothing, edits at the wrong place (the trap), submitting untested or in spite of failing tests."""
+    return _play(task, rng, right=0.4, tested=0.5, goes_on=0.4)
 
 
 def load(path: str | None, seed: int = 0) -> TaskSet:
