@@ -359,9 +359,9 @@ def test_jitter_leaves_the_runs_random_streams_alone():
 
 def test_a_slow_reply_times_out_and_is_asked_again():
     with JudgeServer(lambda body, n: Reply(hang=True) if n == 0 else Reply('{"met": true}')) as server:
-        judge = client(server, timeout=0.3)
+        judge = client(server, timeout=1.0)
         [answer] = judge.ask([ask_for("x")])
-    assert answer.value == {"met": True} and judge.usage.failures == 1
+    assert answer.value == {"met": True} and judge.usage.failures >= 1  # more on a machine that is busy for a second
 
 
 def test_a_huge_body_is_not_read_to_its_end(monkeypatch):
