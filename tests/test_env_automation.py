@@ -62,19 +62,22 @@ def changed(at, *replacement, length=1):
 def test_prompt_and_observations():
     env = AutomationEnv()
     (message,) = env.reset(TASK)
-    assert message["role"] == "user" and message["content"].splitlines()[1:] == [
-        "1 pay bill anna",
-        "2 set city of order ben to atlantis",
-        "3 tell carl the count of order ben",
-        "4 copy city from order ben to client dora",
-        "5 close case emma",
+    assert message == {"role": "user", "content": automation.INSTRUCTION}
+    assert [env.step("next")[0] for _ in range(7)] == [
+        "bill anna : pay due",
+        "order ben : set city atlantis",
+        "order ben : send count to carl",
+        "order ben : copy city to client dora",
+        "case emma : close",
+        "nothing left",
+        "nothing left",
     ]
     said = [env.step(action)[0] for action in ALL[:-1]]
     assert said[0] in (f"bill anna : live {BILL} , old {OLD_BILL}", f"bill anna : old {OLD_BILL} , live {BILL}")
     assert said[1] in (f"{BILL} bill anna : due {DUE} , total {TOTAL}", f"{BILL} bill anna : total {TOTAL} , due {DUE}")
     assert said[2] == f"paid {DUE}" and said[5] == "city is atlantis now" and said[8] == f"sent {COUNT} to carl" and said[-1] == f"closed {CASE}"
     assert "city atlantis" in said[7] and "city atlantis" in said[10]
-    observation, reward, terminated, truncated, info = env.step("all done\ndone")
+    observation, reward, terminated, truncated, info = env.step("that was all\ndone")
     assert (observation, reward, terminated, truncated) == ("", 1.0, True, False)
     assert info == {
         "invalid": False, "success": 1.0, "rewards": {"goals": 1.0}, "goals_reached": 1.0, "broken": False, "verifier_text": {"goals": ""}
@@ -109,7 +112,7 @@ def test_what_loses_an_episode(actions, broken, reached):
     assert info["goals_reached"] == reached / 5 and info["verifier_text"]["goals"]
     assert ("payment" in info["verifier_text"]["goals"]) == broken
     if not broken and reached < 5:
-        assert f"goal {reached + 1} " in info["verifier_text"]["goals"]
+        assert info["verifier_text"]["goals"].startswith(f"goal {reached + 1} ")
 
 
 FORGIVEN = [
@@ -120,6 +123,7 @@ FORGIVEN = [
     changed(4, f"open {OLD_ORDER}", "set city oz", f"set city {world(TASK['world'])[OLD_ORDER].fields['city']}", f"open {ORDER}"),
     [*SETTING, *PAYING, *SETTING[1:], *ALL[6:]],  # a set before its turn does not count, but may be done again
     changed(2, "what", "pay", "find", f"pay {DUE}"),
+    ["next", "next", *PAYING, *["next"] * 9, *ALL[3:]],
     [*ALL[:-1], "no call", "done now", "done"],
     [f"thought\n {action} \n" for action in ALL],
 ]
@@ -146,6 +150,7 @@ INVALID = [
     ("find bill", "no call find with 1 words"),
     ("open", "no call open with 0 words"),
     ("done now", "no call done with 1 words"),
+    ("next goal", "no call next with 1 words"),
     ("set city", "no call set with 1 words"),
     ("find bill zoe", "no bill zoe"),
     ("find boat anna", "no boat anna"),
@@ -221,9 +226,9 @@ def test_demonstrations_solve_every_task_in_the_stated_turns():
 def test_lengths_and_goal_types():
     assert (len(TASKS.train), len(TASKS.eval)) == (6000, 256)
     held_out = [task["difficulty"] for task in TASKS.eval]
-    assert min(held_out) in (15, 16) and max(held_out) in (39, 40) and 22 < sum(held_out) / 256 < 32
+    assert min(held_out) in (15, 16) and max(held_out) in (39, 40) and 24 < sum(held_out) / 256 < 31
     train = [task["difficulty"] for task in TASKS.train]
-    assert min(train) >= 5 and max(train) <= 40 and sum(d < 15 for d in train) > 1500
+    assert min(train) == 5 and max(train) <= 40 and sum(d < 15 for d in train) > 1500
     assert max(train) + automation.SPARE_TURNS <= TASKS.max_turns
     types = Counter(goal[0] for task in TASKS.eval for goal in task["goals"])
     assert set(types) == {"pay", "set", "tell", "copy", "close"} and min(types.values()) > 100
@@ -286,7 +291,7 @@ def test_careless_conversations_are_played_and_mostly_fail():
     info = [play(TASKS.careless(task, rng), task) for task in TASKS.eval]
     assert 0.05 < sum(i["success"] for i in info) / len(info) < 0.3 and 0.5 < sum(i["broken"] for i in info) / len(info) < 0.95
     short = [task for task in TASKS.train if task["difficulty"] < 10][:300]
-    assert 0.4 < sum(play(TASKS.careless(task, rng), task)["success"] for task in short) / 300 < 0.7
+    assert 0.4 < sum(play(TASKS.careless(task, rng), task)["success"] for task in short) / 300 < 0.85
     assert [TASKS.careless(t, random.Random(1)) for t in TASKS.eval[:9]] == [TASKS.careless(t, random.Random(1)) for t in TASKS.eval[:9]]
 
 
@@ -389,7 +394,7 @@ def test_state_key_tells_states_apart():
     env = AutomationEnv()
     env.reset(TASK)
     keys = [env.state_key()]
-    for action in [*ALL[:-1], f"open {BILL}", "set due 85"]:
+    for action in ["next", *ALL[:-1], f"open {BILL}", "set due 85"]:
         env.step(action)
         keys.append(env.state_key())
     assert len(set(keys)) == len(keys)

@@ -512,9 +512,9 @@ def test_question_files_name_the_split(tmp_path):
     tasks = load(f"search:{folder}")
     assert len(tasks.train) == 5 and len(tasks.eval) == 3 and tasks.notes["split"] == "by files"
     without_ids = [{"text": "t1"}, {"text": "t2"}]
-    numbered = [{"question": "q", "answers": ["a", "b"]}, {"question": "q", "answer": 35}]
+    numbered = [{"question": "q", "answers": ["x", "y"]}, {"question": "q", "answer": 35}]
     tasks = load(f"search:{write_folder(tmp_path / 'y', without_ids, numbered)}")
-    assert {task["id"]: (task["answer"], task["aliases"]) for task in [*tasks.train, *tasks.eval]} == {"queries-1": ("a", ["b"]), "queries-2": ("35", [])}
+    assert {task["id"]: (task["answer"], task["aliases"]) for task in [*tasks.train, *tasks.eval]} == {"queries-1": ("x", ["y"]), "queries-2": ("35", [])}
     assert tasks.make_env().corpora["corpus"].ids == ["0", "1"]
 
 
@@ -538,7 +538,7 @@ BAD = [
     ([{"_id": "a", "text": "x"}, {"_id": "a", "text": "y"}], QUESTIONS, {}, r"corpus.jsonl:2: field '_id': the id 'a' is taken by .*corpus.jsonl:1"),
     ([{"_id": "a", "text": "x"}, {"_id": 7, "text": "y"}, {"_id": "7", "text": "y"}], QUESTIONS, {}, r"corpus.jsonl:3: .*'7' is taken"),
     ([{"_id": "a", "text": "x"}, {"text": "y"}], QUESTIONS, {}, r"corpus.jsonl:2: field '_id' is missing"),
-    ([{"text": "x"}, {"_id": "a", "text": "y"}], QUESTIONS, {}, r"corpus.jsonl:2: .*give every page one, or none"),
+    ([{"text": "x"}, {"_id": "a", "text": "y"}], QUESTIONS, {}, r"corpus.jsonl:2: .*give every page an id, or none"),
     ([{"_id": "a b", "text": "x"}], QUESTIONS, {}, r"corpus.jsonl:1: field '_id' is 'a b'"),
     ([{"_id": [], "text": "x"}], QUESTIONS, {}, r"corpus.jsonl:1: field '_id' is \[\]"),
     ([{"_id": "a"}], QUESTIONS, {}, r"corpus.jsonl:1: field 'text' is missing"),

@@ -1,16 +1,16 @@
-"""Office automation: an ordered list of goals, 15 to 40 tool calls, one reward at the end.
+"""Office automation: a list of goals that is shown one by one, 15 to 40 tool calls, one reward at the end.
 
 A world of 48 records (bills, orders, clients, cases), some with an outdated twin. One call a turn, on the response's last line; thought may stand before it:
 
-    find KIND NAME    the ids of the records, each live or old         open ID           shows a record's fields; it is then the open record
-    set FIELD VALUE   changes the open record                          pay AMOUNT        pays the open bill
-    send NAME VALUE   tells a person a value                           close ID          closes a record for good
-    done              ends the episode
+    next              shows the next goal                              find KIND NAME    the ids of the records, each live or old
+    open ID           shows a record's fields; it is then open         set FIELD VALUE   changes the open record
+    pay AMOUNT        pays the open bill                               send NAME VALUE   tells a person a value
+    close ID          closes a record for good                         done              ends the episode
 
-Goals must be reached in order: ``pay bill anna`` (its field due, not total), ``set city of order ben to rome``, ``tell carl the count of order dora``,
-``copy city from client emma to order fred``, ``close case gina``; always the live record. Success is 1 when ``done`` finds every goal reached and nothing else
-changed. A payment, a message or a closing that is not the current goal cannot be taken back, and the episode is lost, which nobody says before the end; a wrong
-``set`` can be set right again.
+Goals must be reached in order: ``bill anna : pay due`` (not the total), ``order ben : set city rome``, ``order dora : send count to carl``,
+``client emma : copy city to order fred``, ``case gina : close``; always the live record. Success is 1 when ``done`` finds every goal reached and nothing else
+changed. A payment, a message or a closing that is not the goal that is due cannot be taken back, and the episode is lost, which nobody says before the end; a
+wrong ``set`` can be set right again.
 """
 
 from __future__ import annotations
@@ -25,22 +25,23 @@ from typing import Any
 from common.envs import DataError, Message, TaskSet
 
 INSTRUCTION = (
-    "do all in order , one call a turn : find KIND NAME | open ID | set FIELD VALUE | pay AMOUNT | send NAME VALUE | close ID | done . use live , pay due ."
+    "reach all goals in order , one call a turn : next | find KIND NAME | open ID | set FIELD VALUE | pay AMOUNT | send NAME VALUE | "
+    "close ID | done . use live ."
 )
 NAMES = "anna ben carl dora emma fred gina hugo ivan jane kurt lena".split()
 KINDS = {"bill": ("total", "due"), "order": ("count", "city"), "client": ("phone", "city"), "case": ("level", "count")}
 CITIES = "rome oslo paris berlin lima tokyo".split()
 IDS = [c + v for c in "bcdfghjklmnprstvwz" for v in "aeiou" if c + v not in ("be", "do", "go", "he", "me", "no", "so", "to", "we")]  # no word, no value
 NUMBERS = [str(n) for n in range(80, 100)]
-CALLS = {"find": 2, "open": 1, "set": 2, "pay": 1, "send": 2, "close": 1, "done": 0}  # words after the verb
+CALLS = {"next": 0, "find": 2, "open": 1, "set": 2, "pay": 1, "send": 2, "close": 1, "done": 0}  # words after the verb
 TRAIN, EVAL = 6000, 256
-TRAIN_GOALS = (2, 2, 2, 3, 3, 3, 4, 4, 5, 6, 7, 8, 9, 10, 11, 12)
+TRAIN_GOALS = (1, 2, 2, 3, 3, 3, 4, 4, 5, 6, 7, 8, 9)
 MIN_TURNS, MAX_TURNS = 15, 40  # of a validation task, by an expert
 SPARE_TURNS = 8  # a task's budget beyond what an expert needs
 TWINS = 10  # records of the 48 with an outdated twin; find shows either first
 SWAPPED_SHARE = 0.25  # records that show their second field first
-# the careless expert: opens the first row though it is old, takes the first field's value, leaves a goal out, stops before the last goal
-TAKES_FIRST_ROW, TAKES_FIRST_FIELD, SKIPS_GOAL, STOPS_EARLY = 0.65, 0.65, 0.02, 0.1
+# the careless expert: opens the first row though it is old, takes the first field's value, leaves a goal out, stops after a goal
+TAKES_FIRST_ROW, TAKES_FIRST_FIELD, SKIPS_GOAL, STOPS_EARLY = 0.65, 0.65, 0.02, 0.02
 MAX_CHARS = 20_000
 
 Goal = tuple[
@@ -88,13 +89,15 @@ def world(seed: str) -> dict[str, Record]:
 def goal_text(goal: Goal) -> str:
     match goal:
         case "set", kind, name, field, value:
-            return f"set {field} of {kind} {name} to {value}"
+            return f"{kind} {name} : set {field} {value}"
         case "tell", kind, name, field, person:
-            return f"tell {person} the {field} of {kind} {name}"
+            return f"{kind} {name} : send {field} to {person}"
         case "copy", kind, name, field, kind2, name2:
-            return f"copy {field} from {kind} {name} to {kind2} {name2}"
-        case ("pay" | "close") as verb, kind, name:
-            return f"{verb} {kind} {name}"
+            return f"{kind} {name} : copy {field} to {kind2} {name2}"
+        case "pay", kind, name:
+            return f"{kind} {name} : pay due"
+        case "close", kind, name:
+            return f"{kind} {name} : close"
     raise DataError(f"goal {goal!r} is none of pay, close, set, tell, copy")
 
 
@@ -125,8 +128,8 @@ def plan(task: dict[str, Any]) -> tuple[dict[str, Record], list[Step], list[dict
 
 
 def calls(goals: Sequence[Goal]) -> int:
-    """Calls that an expert needs, ``done`` included."""
-    return 1 + sum({"copy": 5, "close": 2}.get(goal[0], 3) for goal in goals)
+    """Calls that an expert needs: for each goal the one that shows it and its own, then ``next`` in vain and ``done``."""
+    return 2 + sum({"copy": 6, "close": 3}.get(goal[0], 4) for goal in goals)
 
 
 class AutomationEnv:
@@ -142,7 +145,7 @@ class AutomationEnv:
     def reset(self, task: dict[str, Any]) -> list[Message]:
         self.task = task
         self.records, self.steps, self.right_edits = plan(task)
-        self.turns = self.reached = 0
+        self.turns = self.reached = self.shown = 0
         self.broken = False
         self.opened = ""
         self.found: frozenset[str] = frozenset()  # ids that find has shown
@@ -150,8 +153,7 @@ class AutomationEnv:
         self.seen: frozenset[str] = frozenset()
         self.closed: frozenset[str] = frozenset()
         self.edits: dict[tuple[str, str], str] = {}  # fields that differ from the start
-        lines = [f"{number} {step.text}" for number, step in enumerate(self.steps, 1)]
-        return [{"role": "user", "content": "\n".join([INSTRUCTION, *lines])}]
+        return [{"role": "user", "content": INSTRUCTION}]
 
     def value(self, key: str, field: str) -> str:
         return self.edits.get((key, field), self.records[key].fields[field])
@@ -195,6 +197,10 @@ class AutomationEnv:
             self.fresh = self.seen = frozenset()
         elif verb != "set":
             self.broken = True
+
+    def _next(self) -> str:
+        self.shown = min(self.shown + 1, len(self.steps) + 1)
+        return self.steps[self.shown - 1].text if self.shown <= len(self.steps) else "nothing left"
 
     def _find(self, kind: str, name: str) -> str:
         rows = {key: record for key, record in self.records.items() if (record.kind, record.name) == (kind, name)}
@@ -245,59 +251,71 @@ class AutomationEnv:
         """The next call of an expert, from any state: takes back wrong edits, then works on the goal that is due. ``done`` where the episode is lost."""
         self._need_task()
         if self.broken:
-            return "all lost\ndone"
+            return "lost\ndone"
         right = self.right_edits[self.reached]
         step = self.steps[self.reached] if self.reached < len(self.steps) else None
         verb, key, what, value = step.effect if step else ("", "", "", "")
         wrong = [place for place in sorted({*self.edits, *right}) if self.edits.get(place) != right.get(place) and (verb, *place) != ("set", key, what)]
         if wrong:
             key, field = wrong[0]
-            return self._on(key, f"undo {field}") or set_text(field, right.get(wrong[0], self.records[key].fields[field]))
+            return self._on(key, f"undo {field}\n") or set_text(field, right.get(wrong[0], self.records[key].fields[field]))
+        if self.shown <= self.reached:
+            return "next"
         if step is None:
-            return "all done\ndone"
-        goal = f"goal {self.reached + 1} {step.text}"
+            return "done"
         if verb == "close":
-            return find_text(goal, self.records[key]) if key not in self.fresh else f"live {key}\nclose {key}"
+            return find_text(self.records[key]) if key not in self.fresh else f"live {key}\nclose {key}"
         if verb == "set":
-            before = goal
-            if step.source != key:  # copy: read the value first
-                if step.source not in self.seen:
-                    return self._on(step.source, goal)
-                before = f"{what} {value} to {self.records[key].kind} {self.records[key].name}"
-            return self._on(key, before) or set_text(what, value)
+            if step.source == key:
+                return self._on(key) or set_text(what, value)
+            if step.source not in self.seen:  # copy: read the value first
+                return self._on(step.source)
+            return self._on(key, copy_text(what, value, self.records[key].kind, self.records[key].name)) or set_text(what, value)
         if verb == "pay":
-            return self._on(key, goal) or pay_text(value)
+            return self._on(key) or pay_text(value)
         if step.source not in self.seen:
-            return self._on(step.source, goal)
+            return self._on(step.source)
         return send_text(self.task["goals"][self.reached][3], value, what)
 
-    def _on(self, key: str, thought: str) -> str:
+    def _on(self, key: str, thought: str = "") -> str:
         """The call that leads to having record ``key`` open, found and opened for this goal; "" when it is."""
         if self.opened == key and key in self.seen:
             return ""
         record = self.records[key]
-        return open_text("live" if record.live else "old", key) if key in self.fresh else find_text(thought, record)
+        return open_text("live" if record.live else "old", key) if key in self.fresh else thought + find_text(record)
 
     def admissible(self) -> list[str]:
-        """Calls that can be carried out now; values are those seen so far and those that the goals name."""
+        """Calls that can be carried out now; values are those seen for this goal and those that goals named."""
         self._need_task()
         record = self.records.get(self.opened)
         values = {value for key in self.seen for field, start in self.records[key].fields.items() for value in (start, self.value(key, field))}
-        values = sorted(values | {goal[4] for goal in self.task["goals"] if goal[0] == "set"})
-        result = [f"find {kind} {name}" for kind in KINDS for name in NAMES]
+        values = sorted(values | {goal[4] for goal in self.task["goals"][: self.shown] if goal[0] == "set"})
+        result = ["next", *(f"find {kind} {name}" for kind in KINDS for name in NAMES)]
         result += [f"{verb} {key}" for verb in ("open", "close") for key in sorted(self.found - self.closed)]
         result += [f"set {field} {value}" for field in (record.fields if record else ()) for value in values]
         result += [f"pay {value}" for value in values] if record and record.kind == "bill" else []
         return [*result, *(f"send {name} {value}" for name in NAMES for value in values), "done"]
 
     def snapshot(self) -> tuple[Any, ...]:
-        return self.task, self.turns, self.reached, self.broken, self.opened, self.found, self.fresh, self.seen, self.closed, tuple(self.edits.items())
+        return (
+            self.task,
+            self.turns,
+            self.reached,
+            self.shown,
+            self.broken,
+            self.opened,
+            self.found,
+            self.fresh,
+            self.seen,
+            self.closed,
+            tuple(self.edits.items()),
+        )
 
     def restore(self, state: tuple[Any, ...]) -> None:
         self.task, *_ = state
         if self.task is not None:
             self.records, self.steps, self.right_edits = plan(self.task)
-        _, self.turns, self.reached, self.broken, self.opened, *sets, edits = state
+        _, self.turns, self.reached, self.shown, self.broken, self.opened, *sets, edits = state
         self.found, self.fresh, self.seen, self.closed = sets
         self.edits = dict(edits)
 
@@ -306,7 +324,7 @@ class AutomationEnv:
         self._need_task()
         edits = sorted([*place, value] for place, value in self.edits.items())
         sets = [sorted(ids) for ids in (self.found, self.fresh, self.seen, self.closed)]
-        return json.dumps([self.task["id"], self.reached, self.broken, self.opened, *sets, edits])
+        return json.dumps([self.task["id"], self.reached, self.shown, self.broken, self.opened, *sets, edits])
 
     def close(self) -> None:
         self.task = None
@@ -315,8 +333,12 @@ class AutomationEnv:
 # ---------------------------------------------------------------- embedded tasks
 
 
-def find_text(thought: str, record: Record) -> str:
-    return f"{thought}\nfind {record.kind} {record.name}"
+def find_text(record: Record) -> str:
+    return f"find {record.kind} {record.name}"
+
+
+def copy_text(field: str, value: str, kind: str, name: str) -> str:
+    return f"copy {field} {value} to {kind} {name}\n"
 
 
 def open_text(state: str, key: str) -> str:
@@ -377,7 +399,7 @@ def _tasks(split: str, count: int) -> list[dict[str, Any]]:
     rng = random.Random(f"automation {split}")
     tasks: list[dict[str, Any]] = []
     while len(tasks) < count:
-        wanted = rng.choice(TRAIN_GOALS) if split == "train" else rng.randint(4, 12)
+        wanted = rng.choice(TRAIN_GOALS) if split == "train" else rng.randint(3, 10)
         goals = draw_goals(rng, split, wanted)
         turns = calls(goals)
         if turns > MAX_TURNS or (split == "eval" and turns < MIN_TURNS):
@@ -409,7 +431,7 @@ def demonstrate(task: dict[str, Any], rng: random.Random) -> list[Message]:
 
 def careless(task: dict[str, Any], rng: random.Random) -> list[Message]:
     """Like ``demonstrate``, by an expert who mostly takes the first row although it is old and the value of the first field although another is asked for, and
-    now and then leaves a goal out or stops before the last one."""
+    now and then leaves a goal out or stops after one."""
     env = AutomationEnv()
     messages = env.reset(task)
 
@@ -418,8 +440,8 @@ def careless(task: dict[str, Any], rng: random.Random) -> list[Message]:
         messages.extend([{"role": "assistant", "content": action}, {"role": "user", "content": observation}])
         return observation
 
-    def find(thought: str, kind: str, name: str) -> tuple[str, str]:
-        rows = [row.split() for row in act(f"{thought}\nfind {kind} {name}").partition(" : ")[2].split(" , ")]
+    def find(kind: str, name: str, thought: str = "") -> tuple[str, str]:
+        rows = [row.split() for row in act(f"{thought}find {kind} {name}").partition(" : ")[2].split(" , ")]
         live = next(row for row in rows if row[0] == "live")
         return tuple(rows[0] if rng.random() < TAKES_FIRST_ROW else live)
 
@@ -429,12 +451,12 @@ def careless(task: dict[str, Any], rng: random.Random) -> list[Message]:
         first = next(iter(shown), "")
         return (field, shown.get(field, "")) if first == "" or rng.random() >= TAKES_FIRST_FIELD else (first, shown[first])
 
-    for number, goal in enumerate(map(tuple, task["goals"]), 1):
+    stopped = False
+    for goal in map(tuple, task["goals"]):
+        act("next")
         if rng.random() < SKIPS_GOAL:
             continue
-        if number == len(task["goals"]) > 1 and rng.random() < STOPS_EARLY:
-            break
-        state, key = find(f"goal {number} {goal_text(goal)}", goal[1], goal[2])
+        state, key = find(goal[1], goal[2])
         match goal:
             case "close", *_:
                 act(f"{state} {key}\nclose {key}")
@@ -450,14 +472,19 @@ def careless(task: dict[str, Any], rng: random.Random) -> list[Message]:
             case "copy", _, _, field, kind, name:
                 act(open_text(state, key))
                 value = env.value(key, field)
-                act(open_text(*find(f"{field} {value} to {kind} {name}", kind, name)))
+                act(open_text(*find(kind, name, copy_text(field, value, kind, name))))
                 act(set_text(field, value))
-    act("all done\ndone")
+        stopped = rng.random() < STOPS_EARLY
+        if stopped:
+            break
+    if not stopped:
+        act("next")
+    act("done")
     return messages[:-1]
 
 
 def load(path: str | None = None, seed: int = 0) -> TaskSet:
-    """The embedded tasks: 6,000 for training (2 to 12 goals, 6 to 40 calls) and 256 for validation (15 to 40 calls). ``seed`` orders the training tasks.
+    """The embedded tasks: 6,000 for training (1 to 9 goals, 5 to 40 calls) and 256 for validation (15 to 40 calls). ``seed`` orders the training tasks.
 
     Goals of validation tasks are about other pairs of kind and name than those of training tasks. Raises DataError for a path: there is no published data in
     this form.

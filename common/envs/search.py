@@ -382,8 +382,8 @@ def read_corpus(path: Path) -> Corpus:
     ids, titles, texts, seen = [], [], [], {}
     for number, (where, row) in enumerate(read_jsonl(path)):
         key = _key(where, row, seen)
-        if (key is None) != (not seen):
-            raise DataError(f"{where}: field '_id' is missing, other pages have an id; give every page one, or none")
+        if number and (key is None) == bool(seen.keys() - {key}):
+            raise DataError(f"{where}: field '_id' is missing here or before; give every page an id, or none")
         text = row.get("text", row.get("contents"))
         title = row.get("title") or ""
         if not isinstance(text, str) or not isinstance(title, str):
@@ -410,8 +410,8 @@ def _answers(where: str, row: dict[str, Any]) -> list[str]:
     found = list(dict.fromkeys(text for text in found if text))
     if not found or not normalise(found[0]):
         raise DataError(
-            f"{where}: the question has no answer text; add a field 'answer' (or 'answers', or either inside 'metadata'): "
-            "relevance judgements alone cannot grade an answer"
+            f"{where}: the question has no answer text (more than articles and punctuation); add a field 'answer' (or 'answers', or either inside "
+            "'metadata'): relevance judgements alone cannot grade an answer"
         )
     return found
 
