@@ -626,7 +626,7 @@ def viewer_episode(record: dict) -> dict:
         rest = iter(values)
         return {"name": name, "values": [next(rest) if own else None for own in record["policy_mask"]], "scale": "diverging", "note": note, **more}
 
-    share = "alpha" if record["turns"] and np.isfinite(record["turns"][0]["alpha"]) else "rho"
+    share = "rho" if any(t["alpha"] is None for t in record["turns"]) else "alpha"
     return {
         "id": f"u{record['step']} g{record['group']} s{record['sample']}",
         "title": f"update {record['step']}, sample {record['sample']}" + (f" (cut: {record['truncated']})" if record["truncated"] else ""),

@@ -130,7 +130,7 @@ def flags(**values):
     words = []
     for name, value in values.items():
         flag = name.replace("_", "-")
-        words += [f"--{flag}" if value else f"--no-{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
+        words += [f"--{flag}", str(value)]
     return words
 
 
