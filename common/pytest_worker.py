@@ -194,8 +194,10 @@ def main(mode: str, options: list[str]) -> None:
         os.chdir(folder)  # pytest looks for tests from here
     else:
         os.dup2(1, REPORT_FD)
+    # Where pytest looks first for conftest files, it remembers that there is none: in a folder that stays as it is, not in the runs'.
+    elsewhere = ["/dev"] if mode == "serve" else []
     try:
-        code = pytest.main([*OPTIONS, *options, "--rootdir", folder, "--confcutdir", folder], plugins=[Reporter(mode == "serve", folder)])
+        code = pytest.main([*OPTIONS, *options, "--rootdir", folder, "--confcutdir", folder, *elsewhere], plugins=[Reporter(mode == "serve", folder)])
     except BaseException:
         code = 70  # pytest reports its own breakdown with 3; this one came from below it
     os._exit(int(code))

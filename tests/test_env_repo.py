@@ -247,6 +247,14 @@ def test_what_decides_about_tests_is_protected(name):
     assert env.step(f"edit {name} 1: x = 1")[0] == f"{name} may not be changed"
 
 
+def test_a_run_sees_the_policys_sources_and_the_tasks_own_tests():
+    original = {"a.py": "old", "conftest.py": "own", "gone.py": "x", "tests/t.py": "own"}
+    working = {"a.py": "new", "conftest.py": "changed", "b.py": "new", "test_new.py": "x", "test_a.py": "changed"}
+    assert repo.checked_files(working, original, {"test_a.py": "given"}) == {
+        "a.py": "new", "b.py": "new", "conftest.py": "own", "tests/t.py": "own", "test_a.py": "given",
+    }  # fmt: skip
+
+
 def test_sources_are_not_protected():
     assert not any(map(is_protected, ["a.py", "contest.py", "latest.py", "src/testing_tools.py", "protest/a.py", "attest.txt"]))
 

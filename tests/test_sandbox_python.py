@@ -113,6 +113,19 @@ def test_a_syntax_error_is_no_clean_run_and_spares_other_files():
 
 
 @pytest.mark.usefixtures("isolated")
+def test_conftest_files_of_a_run_count_and_are_gone_in_the_next(started):
+    files = {
+        "conftest.py": "import pytest\n\n\n@pytest.fixture\ndef five():\n    return 5\n",
+        "sub/conftest.py": "import pytest\n\n\n@pytest.fixture\ndef six():\n    return 6\n",
+        "test_a.py": "def test_a(five):\n    assert five == 5\n",
+        "sub/test_b.py": "def test_b(five, six):\n    assert five + six == 11\n",
+    }
+    assert run_pytest(files, ["test_a.py", "sub"], **SMALL).outcomes == {"test_a.py::test_a": "passed", "sub/test_b.py::test_b": "passed"}
+    assert run_pytest({"test_a.py": files["test_a.py"]}, ["test_a.py"], **SMALL).outcomes == {"test_a.py::test_a": "error"}
+    assert len(started) == 1
+
+
+@pytest.mark.usefixtures("isolated")
 def test_no_test_is_no_pass():
     result = suite("")
     assert (result.outcomes, result.problem, result.passed) == ({}, "", False)
