@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import re
 
 import pytest
 import torch
@@ -514,3 +515,39 @@ def test_warm_start_conversations_are_the_careless_experts():
     talks = fork.warm_start_conversations(TASKS)
     assert talks == fork.warm_start_conversations(TASKS) and len(talks) == len(TASKS.train)
     assert all(talk[-1]["role"] == "assistant" and talk[:-1] == task["messages"] for talk, task in zip(talks, TASKS.train))
+
+
+# -------------------------------------------------------------------------------------------------------------- arguments
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"group_size": 1}, "--group-size 1: group normalisation needs at least 2 responses"),
+        ({"f_beta": 0.0}, "--f-beta 0.0: must be above 0"),
+        ({"tau": -1.0}, "--tau -1.0: must be at least 0"),
+        ({"temperature": math.nan}, "--temperature nan: must be a finite number"),
+        ({"clip_low": 1.5}, "--clip-low 1.5: must lie in [0, 1]"),
+        ({"judge_votes": 0}, "--judge-votes 0: must be at least 1"),
+        ({"num_minibatches": 9}, "--num-minibatches 9: more than the 8 groups"),
+        ({"reward": "recall", "f_beta": 2.0}, "--reward recall has no precision to combine with recall"),
+        ({"reward": "holistic", "aggregate": "mean"}, "--reward holistic has no precision"),
+        ({"reward": "generic", "tau": 0.5}, "--reward generic does not look at credits"),
+    ],
+)
+def test_bad_values(changes, text):
+    fork.check_args(fork.Args())
+    with pytest.raises(fork.ArgumentError, match=re.escape(text)):
+        fork.check_args(fork.Args(**changes))
+
+
+def test_tasks_that_cannot_be_judged():
+    fork.check_tasks(fork.Args(), TASKS)
+    other = envs.TaskSet("x", [{"id": "a", "messages": []}], [{"id": "b", "messages": []}], lambda: None)
+    with pytest.raises(fork.ArgumentError, match="its tasks have no rubrics"):
+        fork.check_tasks(fork.Args(env="sql"), other)
+    bare = [{"id": str(i), "rubrics": [rubric._rubric("c", 1, {"any": ["x"]}), rubric._rubric("d", 1, None)]} for i in range(2)]
+    tasks = envs.TaskSet("x", bare[:1], bare[1:], lambda: None)
+    with pytest.raises(envs.DataError, match="task '0', criterion 2 has no field 'check'"):
+        fork.check_tasks(fork.Args(), tasks)
+    fork.check_tasks(fork.Args(judge="openai:m"), tasks)
