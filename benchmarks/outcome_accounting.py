@@ -32,6 +32,5 @@ with tempfile.TemporaryDirectory() as folder:
     start = time.perf_counter()
     subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL)
     wall, used = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
-    print(
-        f"{count} records: {wall:.1f} s, of these {used.ru_utime + used.ru_stime:.1f} s processor time, peak memory {used.ru_maxrss / 1024:.0f} MiB (start to exit)"
-    )
+    cpu = used.ru_utime + used.ru_stime
+    print(f"{count} records: {wall:.1f} s, of these {cpu:.1f} s processor time, peak memory {used.ru_maxrss / 1024:.0f} MiB")
