@@ -22,6 +22,7 @@ class Reply:
     usage: dict | None = field(default_factory=lambda: {"prompt_tokens": 10, "completion_tokens": 2, "total_tokens": 12})
     cut: bool = False  # the connection ends in the middle of the body
     hang: bool = False  # no answer until the server closes
+    trickle: bool = False  # blanks without end, one at a time, until the server closes
 
     def encoded(self) -> bytes:
         if self.body is not None:
@@ -63,6 +64,13 @@ class JudgeServer:
                 if reply.hang:
                     outer.released.wait(60)
                     self.close_connection = True
+                    return
+                if reply.trickle:
+                    self.send_response(200)
+                    self.send_header("Content-Length", "1000000")
+                    self.end_headers()
+                    while not outer.released.wait(0.05):
+                        self.wfile.write(b" ")
                     return
                 data = reply.encoded()
                 self.send_response(reply.status)

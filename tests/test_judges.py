@@ -5,6 +5,7 @@ import logging
 import math
 import os
 import signal
+import threading
 import traceback
 import warnings
 from collections import Counter
@@ -102,23 +103,28 @@ def test_order_duplicates_and_several_requests():
 
 
 def test_concurrency_is_bounded():
-    import threading
-
-    now, most, gate = [0], [0], threading.Lock()
-    together = threading.Barrier(4)  # passes only when four calls are in the server at once
+    together = threading.Barrier(4)  # the server answers only when four calls are in it at once
 
     def behave(body, n):
-        with gate:
-            now[0] += 1
-            most[0] = max(most[0], now[0])
         together.wait(30)
-        with gate:
-            now[0] -= 1
         return Reply('{"met": true}')
 
     with JudgeServer(behave) as server:
-        answers = client(server, concurrency=4).ask([ask_for(str(i)) for i in range(12)])
-    assert most[0] == 4 and all(a.value for a in answers)
+        judge = client(server, concurrency=4)
+        attempt, now, most = judge._attempt, 0, 0
+
+        async def counted(*arguments):
+            nonlocal now, most
+            now += 1
+            most = max(most, now)
+            try:
+                return await attempt(*arguments)
+            finally:
+                now -= 1
+
+        judge._attempt = counted
+        answers = judge.ask([ask_for(str(i)) for i in range(12)])
+    assert most == 4 and all(a.value for a in answers)
 
 
 @pytest.mark.parametrize(
@@ -357,8 +363,9 @@ def test_jitter_leaves_the_runs_random_streams_alone():
     assert (random.getstate(), np.random.get_state()[1].tolist()) == before
 
 
-def test_a_slow_reply_times_out_and_is_asked_again():
-    with JudgeServer(lambda body, n: Reply(hang=True) if n == 0 else Reply('{"met": true}')) as server:
+@pytest.mark.parametrize("slow", [Reply(hang=True), Reply(trickle=True)], ids=["silent", "one byte at a time"])
+def test_a_slow_reply_times_out_and_is_asked_again(slow):
+    with JudgeServer(lambda body, n: slow if n == 0 else Reply('{"met": true}')) as server:
         judge = client(server, timeout=1.0)
         [answer] = judge.ask([ask_for("x")])
     assert answer.value == {"met": True} and judge.usage.failures >= 1  # more on a machine that is busy for a second
