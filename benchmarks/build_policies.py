@@ -1,25 +1,34 @@
 """Builds the tiny policies of the embedded tasks into policies/, replacing what is there: python benchmarks/build_policies.py
 
-Needed after a change to a task's generator, to a script's warm-start text or to TinyConfig (a test says so). About a minute each on two quiet cores.
+Needed after a change to a task's generator, to a script's warm-start text or to TinyConfig (a test says so). One to ten minutes each on two quiet cores,
+longest for the tasks of many turns; policies that are still right are kept.
 """
 
+import importlib
 import shutil
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import mrtpo
 from common import envs, policies
+
+# script whose warm start it is, environment family
+SHIPPED = [("mrtpo", "sql"), ("mrtpo", "instructions"), ("mrtpo", "tools"), ("mpo", "search"), ("fork", "rubric"), ("outcome_probe", "maths")]
 
 
 def main() -> None:
     target = policies.SHIPPED
-    shutil.rmtree(target, ignore_errors=True)
-    for env in ("sql", "instructions", "tools"):
-        folder = policies.build_tiny(mrtpo.warm_start_conversations(envs.load(env)), policies.TinyConfig())
-        shutil.copytree(folder, target / folder.name)
-        print(env, folder.name, f"{sum(f.stat().st_size for f in folder.iterdir()) / 1e6:.1f} MB")
+    right = set()
+    for script, env in SHIPPED:
+        folder = policies.build_tiny(importlib.import_module(script).warm_start_conversations(envs.load(env)), policies.TinyConfig())
+        right.add(folder.name)
+        if folder.parent != target:
+            shutil.copytree(folder, target / folder.name)
+        print(script, env, folder.name, f"{sum(f.stat().st_size for f in folder.iterdir()) / 1e6:.1f} MB", flush=True)
+    for folder in target.glob("tiny-*"):
+        if folder.name not in right:
+            shutil.rmtree(folder)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The repository's own promises: documented lines exist, repeated regions are equal, no flag is dead, shipped policies are current."""
 
 import ast
+import importlib.util
 import re
 from pathlib import Path
 
@@ -66,12 +67,21 @@ def test_common_and_kernels_import_no_script():
         assert not imported & {p.stem for p in SCRIPTS}, path
 
 
-@pytest.mark.parametrize("env", ["sql", "instructions", "tools"])
-def test_shipped_policies_belong_to_the_present_demonstrations(env, monkeypatch, tmp_path):
-    """Fails after a change to a generator, the warm-start text or TinyConfig: run benchmarks/build_policies.py."""
-    import mrtpo
+def shipped():
+    spec = importlib.util.spec_from_file_location("build_policies", ROOT / "benchmarks" / "build_policies.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.SHIPPED
 
+
+@pytest.mark.parametrize("script, env", shipped())
+def test_shipped_policies_belong_to_the_present_demonstrations(script, env, monkeypatch, tmp_path):
+    """Fails after a change to a generator, the warm-start text or TinyConfig: run benchmarks/build_policies.py."""
     monkeypatch.setattr(policies, "train_tiny", lambda *a: pytest.fail("not shipped: run benchmarks/build_policies.py"))
     monkeypatch.setenv("CLEANAGENTRL_CACHE", str(tmp_path))
-    folder = policies.build_tiny(mrtpo.warm_start_conversations(envs.load(env)), policies.TinyConfig())
-    assert folder.parent == policies.SHIPPED
+    conversations = importlib.import_module(script).warm_start_conversations(envs.load(env))
+    assert policies.build_tiny(conversations, policies.TinyConfig()).parent == policies.SHIPPED
+
+
+def test_no_policy_is_shipped_for_nothing():
+    assert len(list(policies.SHIPPED.glob("tiny-*"))) == len(shipped())
