@@ -112,10 +112,10 @@ class Corpus:
     def search(self, query: str) -> list[int]:
         """Places of the best pages with a score above 0; equal scores in the order of the corpus."""
         scores = self.scores(query)
-        k = min(self.hits, len(scores))
-        least = np.partition(scores, -k)[-k]
-        found = np.flatnonzero((scores >= least) & (scores > 0))
-        return found[np.lexsort((found, -scores[found]))][:k].tolist()
+        found = np.flatnonzero(scores > 0)
+        if len(found) > self.hits:  # np.partition of mostly zeros would be slow
+            found = found[scores[found] >= np.partition(scores[found], -self.hits)[-self.hits]]
+        return found[np.lexsort((found, -scores[found]))][: self.hits].tolist()
 
     def hit_line(self, number: int) -> str:
         snippet = " ".join(self.texts[number][: self.snippet_chars].split())
