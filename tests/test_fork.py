@@ -356,7 +356,9 @@ def role_and_data(prompt, tasks):
             name = line[1:].split(" ")[0]
             end = lines.index("</" + line[1:], i)
             blocks[name] = json.loads("\n".join(lines[i + 1 : end]))
-    task = next(t for t in tasks if t["question"] == blocks["question"])
+    several = [t for t in tasks if t["question"] == blocks["question"]]  # they differ in their rubrics
+    listed = [[f"{j}. {r['criterion']}" for j, r in enumerate(t["rubrics"], 1) if r["points"] > 0 or role == "coverage"] for t in several]
+    task = next(t for t, rows in zip(several, listed) if "Criteria:" not in lines or set(rows) <= set(lines))
     data = {name: value for name, value in blocks.items() if name != "question"}
     if "units" in data:
         data["units"] = [unit.split(". ", 1)[1] for unit in data["units"]]

@@ -327,7 +327,7 @@ def test_an_endpoint_that_is_down_for_a_while_loses_nothing(shop):
     def behave(request, number):
         if number == 30:  # the whole server goes away for a second
             threading.Thread(target=lambda: (server.close(), threading.Event().wait(1.0), server.start())).start()
-        return bad[number % 4] if 100 <= number < 140 or number % 9 == 0 else honest(request, number)
+        return bad[number % 4] if 60 <= number < 76 else honest(request, number)
 
     with JudgeServer(behave) as server:
         r = shop.run(reward="fork", judge_cache=shop.folder / "cache-outage", **http(server))
@@ -337,7 +337,8 @@ def test_an_endpoint_that_is_down_for_a_while_loses_nothing(shop):
     assert sum(m.get("judge/failures", 0) for m in r.metrics) > 0
 
 
-def test_a_judge_that_is_gone_saves_the_run(shop, whole):
+@pytest.mark.parametrize(("answers", "where"), [(37, "whose evaluation is missing"), (45, "what was judged is in the cache")])
+def test_a_judge_that_is_gone_saves_the_run(shop, whole, answers, where):
     """No reply within the patience: a checkpoint, a message, and the resumed run is the one without the outage, from the cache where it was judged."""
     tasks = envs.load("rubric")
     honest = ideal((*tasks.train, *tasks.eval))
@@ -345,16 +346,17 @@ def test_a_judge_that_is_gone_saves_the_run(shop, whole):
 
     def behave(request, number):
         model = request["model"]
-        if model == "m" and sum("Split the response" in b["messages"][-1]["content"] for b, _ in server.calls) > 45:  # inside an update
+        if model == "m" and sum("Split the response" in b["messages"][-1]["content"] for b, _ in server.calls) > answers:
+            # 4 answers are judged at the start, 16 in each update, 4 in the evaluation after the second
             gone.set()
         return Reply(status=500) if gone.is_set() else honest(request, number)
 
     with JudgeServer(behave) as server:
-        r = shop.run(reward="online_criteria", num_updates=4, save_every=0, judge_cache=shop.folder / "cache-gone", judge_patience=0.5, **http(server))
+        r = shop.run(reward="online_criteria", num_updates=4, save_every=0, judge_cache=shop.folder / f"cache-{answers}", judge_patience=0.5, **http(server))
         assert r.code == 1, r.output
-        assert re.search(r"JudgeError: .*saved after update \d, .*--resume", r.output, re.S), r.output
-        step = newest_checkpoint(r.folder)[1]["step"]
-        assert step == max(m["step"] for m in r.metrics) and 1 <= step < 4
+        assert re.search(rf"JudgeError: .*saved after update 2.*{where}.*--resume", r.output, re.S), r.output
+        assert newest_checkpoint(r.folder)[1]["step"] == 2
+        assert [m["step"] for m in r.metrics] == [0, 1, 2]
         server.behave = honest
         gone.clear()
         second = shop.resume(r.folder)
