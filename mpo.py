@@ -65,9 +65,9 @@ class Args:
     """compute common beginnings of episodes once instead of once per episode (exact); auto: on where the model allows it"""
     seed: int = 1
     """seed of data order and sampling; every turn has its own stream from (seed, update, task, sample, turn)"""
-    num_updates: int = 60
+    num_updates: int = 25
     """rollout-and-update rounds, value warm-up included"""
-    eval_every: int = 10
+    eval_every: int = 5
     """updates between evaluations on the unseen split (0: only at the start and the end)"""
     eval_tasks: int = 128
     """evaluation tasks, greedy decoding"""
@@ -149,6 +149,8 @@ class Args:
     """constant; for the tiny policy (paper-size models: about 5e-6) [deduced]"""
     critic_epochs: int = 2
     """passes of the critic over each rollout [deduced]"""
+    critic_minibatches: int = 8
+    """optimizer steps of the critic per pass [deduced]"""
     value_warmup: int = 5
     """updates in which only the critic learns [paper: as VAPO, which takes about 50; length deduced]"""
     value_clip: float = 0.5
@@ -682,8 +684,8 @@ def check_args(args: Args) -> None:
     bounds = {
         "num_updates": 1, "eval_every": 0, "eval_tasks": 1, "eval_samples": 0, "save_every": 0, "groups_per_update": 1, "group_size": 1, "max_turns": 0,
         "max_new_tokens": 1, "update_epochs": 1, "num_minibatches": 1, "micro_batch_tokens": 1, "lr_warmup_updates": 0, "kl_coef": 0, "tis_cap": 0,
-        "advantage_eps": 0, "learning_rate": 0, "critic_learning_rate": 0, "critic_epochs": 1, "value_warmup": 0, "value_clip": 0, "clip_high": 0,
-        "beta": 0, "length_adaptive_alpha": 0, "nll_coef": 0, "generation_rounds": 1, "seed": 0,
+        "advantage_eps": 0, "learning_rate": 0, "critic_learning_rate": 0, "critic_epochs": 1, "critic_minibatches": 1, "value_warmup": 0, "value_clip": 0,
+        "clip_high": 0, "beta": 0, "length_adaptive_alpha": 0, "nll_coef": 0, "generation_rounds": 1, "seed": 0,
     }  # fmt: skip
     for name, value in vars(args).items():
         if isinstance(value, float) and not np.isfinite(value):
@@ -703,8 +705,9 @@ def check_args(args: Args) -> None:
         raise ArgumentError(f"--clip-scaling {args.clip_scaling}: scales the bounds of a turn's ratio; it needs --importance turn, not {args.importance}")
     if args.advantage != "group" and args.value_warmup >= args.num_updates:
         raise ArgumentError(f"--value-warmup {args.value_warmup}: with --num-updates {args.num_updates} the policy would never move")
-    if args.num_minibatches > args.groups_per_update:
-        raise ArgumentError(f"--num-minibatches {args.num_minibatches}: more than the {args.groups_per_update} groups of an update")
+    for name in ("num_minibatches", "critic_minibatches"):
+        if getattr(args, name) > args.groups_per_update:
+            raise ArgumentError(f"--{name.replace('_', '-')} {getattr(args, name)}: more than the {args.groups_per_update} groups of an update")
 
 
 def main(args: Args) -> Run:
@@ -789,12 +792,27 @@ def main(args: Args) -> Run:
         key_metrics=["eval/success", "charts/success", "charts/episodic_return", "charts/episodic_length", "charts/turns"],
         **distributed(),
     )
+
+    def state_of(module: torch.nn.Module, opt: torch.optim.Optimizer) -> dict:
+        """For a checkpoint. Reading the state of an optimizer that has none yet makes it count a step of zeros, which is undone."""
+        fresh = not opt.state
+        state = training_state(module, opt) | {"fresh": fresh}
+        if fresh:
+            opt.state.clear()
+            opt.zero_grad(set_to_none=True)
+        return state
+
+    def load_state(module: torch.nn.Module, opt: torch.optim.Optimizer, state: dict) -> None:
+        load_training_state(module, opt, state)
+        if state["fresh"]:
+            opt.state.clear()
+
     first_update, cursor = 0, 0  # cursor: tasks played so far
     if args.resume:
         first_update, state = run.load_checkpoint()
-        load_training_state(bare, optimizer, state)
+        load_state(bare, optimizer, state)
         if critic is not None:
-            load_training_state(bare_critic, critic_optimizer, state["critic"])
+            load_state(bare_critic, critic_optimizer, state["critic"])
         cursor = state["cursor"]
 
     def evaluate() -> dict[str, float]:
@@ -813,13 +831,14 @@ def main(args: Args) -> Run:
     def evaluate_attempts() -> dict[str, float]:
         """pass@k and pass^3 of several attempts per task, at the sampling temperature."""
         mine = list(enumerate(tasks.eval[: args.eval_tasks]))[rank::world]
-        es = [e for e in play(mine, args.eval_samples, sampling, -2) if not e.error]
-        solved, attempts = (
-            np.bincount([e.group for e in es], [w(e) for e in es], args.eval_tasks).astype(int) for w in (lambda e: e.success >= 1, lambda e: 1)
-        )
+        solved: dict[int, list[bool]] = {}  # failed simulators leave a task with fewer attempts
+        for e in play(mine, args.eval_samples, sampling, -1):
+            if not e.error:
+                solved.setdefault(e.group, []).append(e.success >= 1)
+        estimates = {f"pass@{k}": (pass_at_k, k) for k in range(1, args.eval_samples + 1)} | {"pass^3": (pass_hat_k, 3)}
         sums = {}
-        for name, of in {**{f"pass@{k}": (pass_at_k, k) for k in range(1, args.eval_samples + 1)}, "pass^3": (pass_hat_k, 3)}.items():
-            found = [of[0](c, n, of[1]) for c, n in zip(solved.tolist(), attempts.tolist()) if n >= of[1]]  # failed simulators leave a task with fewer
+        for name, (estimate, k) in estimates.items():
+            found = [estimate(sum(x), len(x), k) for x in solved.values() if len(x) >= k]
             sums[f"eval/{name}"] = (sum(found), len(found))
         return reduce_metrics(sums)
 
@@ -909,12 +928,14 @@ def main(args: Args) -> Run:
         # --- update
         slot = {g: i for i, g in enumerate(kept)}
 
-        def minibatches(epochs: int, update: int = update, slot: dict = slot, episodes: list = episodes, items: list = items, offset: list = offset):
+        def minibatches(
+            epochs: int, parts: int, update: int = update, slot: dict = slot, episodes: list = episodes, items: list = items, offset: list = offset
+        ):
             """(pass, global (tokens, episodes, tokens of successful episodes), micro-batches) of each optimizer step; the same steps on every process."""
             for epoch in range(epochs):
                 order = np.random.default_rng([args.seed, update, epoch]).permutation(len(slot))
-                for part in range(args.num_minibatches):
-                    chosen = set(order[part :: args.num_minibatches].tolist())
+                for part in range(parts):
+                    chosen = set(order[part::parts].tolist())
                     rows = [i for i, e in enumerate(episodes) if slot[e.group] in chosen]
                     count = [sum(offset[i + 1] - offset[i] for i in rows), len(rows)]
                     count.append(sum(offset[i + 1] - offset[i] for i in rows if episodes[i].success >= 1))
@@ -935,7 +956,7 @@ def main(args: Args) -> Run:
 
         # (5) the critic
         with run.timer("critic"):
-            for _, totals, batches in minibatches(args.critic_epochs) if critic is not None else ():
+            for _, totals, batches in minibatches(args.critic_epochs, args.critic_minibatches) if critic is not None else ():
                 critic_optimizer.zero_grad(set_to_none=True)
                 for number, batch in enumerate(batches):
                     with no_sync(critic, number < len(batches) - 1):
@@ -965,7 +986,7 @@ def main(args: Args) -> Run:
                         if batch:
                             old_logprobs[token_index(batch)] = logprobs
             policy.train()
-            for epoch, totals, batches in minibatches(args.update_epochs) if moves else ():
+            for epoch, totals, batches in minibatches(args.update_epochs, args.num_minibatches) if moves else ():
                 optimizer.zero_grad(set_to_none=True)
                 for number, batch in enumerate(batches):
                     with no_sync(policy, number < len(batches) - 1):
@@ -1060,8 +1081,8 @@ def main(args: Args) -> Run:
         stop = run.should_stop()
         if stop or done == args.num_updates or (args.save_every and done % args.save_every == 0):
             with run.timer("save"):
-                of_critic = training_state(bare_critic, critic_optimizer) if critic is not None else {}
-                run.save_checkpoint(done, {**training_state(bare, optimizer), "critic": of_critic, "cursor": cursor})
+                of_critic = state_of(bare_critic, critic_optimizer) if critic is not None else {}
+                run.save_checkpoint(done, {**state_of(bare, optimizer), "critic": of_critic, "cursor": cursor})
         if stop:
             break
 

@@ -570,8 +570,9 @@ def test_presets():
         ({"preset": "grpo", "group_size": 1}, "--group-size 1: --advantage group and --dynamic-sampling compare"),
         ({"preset": "ppo", "dynamic_sampling": True, "group_size": 1}, "--group-size 1"),
         ({"preset": "ppo", "clip_scaling": "sqrt_length"}, "it needs --importance turn, not token"),
-        ({"value_warmup": 60}, "--value-warmup 60: with --num-updates 60 the policy would never move"),
+        ({"value_warmup": 25}, "--value-warmup 25: with --num-updates 25 the policy would never move"),
         ({"num_minibatches": 17}, "--num-minibatches 17: more than the 16 groups"),
+        ({"critic_minibatches": 17}, "--critic-minibatches 17: more than the 16 groups"),
         ({"overlong_buffer": 2.0}, "--overlong-buffer 2.0: must lie in [0, 1]"),
     ],
 )

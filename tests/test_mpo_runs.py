@@ -90,7 +90,8 @@ def both(*hooks):
 
 BASE = {
     "env": "doors", "groups_per_update": 4, "group_size": 4, "max_new_tokens": 6, "num_updates": 3, "eval_every": 3, "eval_tasks": 6, "eval_samples": 4,
-    "save_every": 3, "learning_rate": 1e-3, "lr_warmup_updates": 1, "value_warmup": 1, "update_epochs": 1, "critic_epochs": 1, "num_minibatches": 1,
+    "save_every": 3, "learning_rate": 1e-3, "lr_warmup_updates": 1, "value_warmup": 1, "update_epochs": 1, "critic_epochs": 1, "critic_minibatches": 1,
+    "num_minibatches": 1,
 }  # fmt: skip
 PRESETS = ["mpo", "mpo_token_is", "ppo", "vapo", "grpo", "dapo", "gspo"]
 VARYING = re.compile(r"time/.*|charts/SPS")  # wall-clock time
@@ -197,7 +198,7 @@ def check_numbers(result, updates, warmup=1):
         assert m["rollout/error_frac"] == 0
         assert 1 <= m["charts/turns"] <= 5
         assert m["charts/turns"] <= m["charts/episodic_length"] <= m["charts/context_length"] <= 128
-        assert m["charts/episodic_return"] == m["charts/success"] <= m["reward/doors"]  # the latter without episodes that the loop cut
+        assert m["charts/episodic_return"] == m["charts/success"] <= m.get("reward/doors", 1.0)  # the latter without episodes that the loop cut
         assert m["rollout/truncated_frac"] == pytest.approx(sum(v for k, v in m.items() if k.startswith("rollout/truncated/")))
         if m["step"] <= warmup:
             assert not [k for k in m if k.startswith(("losses/policy", "losses/clip", "losses/grad", "losses/entropy", "rollout/k3"))]
@@ -249,22 +250,22 @@ def test_presets(shop, preset):
 
 
 def test_presets_train_different_weights(shop):
-    finals = [shop.run(preset=p).state["model"] for p in PRESETS]
-    for i, a in enumerate(finals):
-        assert not equal(a, shop.start_weights)
-        if PRESETS[i] != "mpo_token_is":
-            for b in finals[:i]:
-                assert not equal(a, b)
+    finals = {p: shop.run(preset=p).state["model"] for p in PRESETS if p not in ("mpo_token_is", "gspo")}  # one step an update: equal to mpo and grpo
+    for weights in finals.values():
+        assert not equal(weights, shop.start_weights)
+    for a, b in itertools.combinations(finals.values(), 2):
+        assert not equal(a, b)
 
 
 def test_one_step_does_not_depend_on_the_importance_ratio(shop):
-    """With one optimizer step an update every ratio is 1, and only its own token's gradient flows: turn and token ratios give the same run up to rounding."""
-    a, b = shop.run(preset="mpo").state["model"], shop.run(preset="mpo_token_is").state["model"]
-    assert max(float((a[k] - b[k]).abs().max()) for k in a) < 1e-5
+    """With one optimizer step an update every ratio is 1, and only its own token's gradient flows: all ratios give the same run up to rounding."""
+    for one, other in (("mpo", "mpo_token_is"), ("grpo", "gspo")):
+        a, b = shop.run(preset=one).state["model"], shop.run(preset=other).state["model"]
+        assert max(float((a[k] - b[k]).abs().max()) for k in a) < 1e-5
 
 
 def test_several_steps_do(shop):
-    a, b = (shop.run(preset=p, update_epochs=2, num_minibatches=2) for p in ("mpo", "mpo_token_is"))
+    a, b = (shop.run(preset=p, update_epochs=2, num_minibatches=2, critic_minibatches=2) for p in ("mpo", "mpo_token_is"))
     for r in (a, b):
         r.ok()
         assert {int(s["step"]) for s in r.state["optimizer"]["state"].values()} == {8}  # two updates of two passes of two steps
@@ -293,10 +294,11 @@ def test_warm_up_moves_the_critic_only(shop):
 
 
 def test_the_game_is_learnt(shop):
-    r = shop.run(num_updates=16, eval_every=16, learning_rate=3e-3, update_epochs=2, groups_per_update=8)
+    r = shop.run(num_updates=14, eval_every=0, eval_samples=0, learning_rate=2e-3, update_epochs=2, groups_per_update=9, group_size=8)
     r.ok()
-    assert r.metrics[-1]["eval/pass@1"] > r.metrics[0]["eval/pass@1"] + 0.2
-    assert r.updates[-1]["charts/turns"] < r.updates[0]["charts/turns"]
+    success, turns = ([m[key] for m in r.updates] for key in ("charts/success", "charts/turns"))
+    assert sum(success[-3:]) / 3 > sum(success[:3]) / 3 + 0.2
+    assert sum(turns[-3:]) < sum(turns[:3])
 
 
 # ------------------------------------------------------------------------------------------------------ what a run leaves
@@ -510,7 +512,7 @@ def test_bad_values_and_flags(shop):
         ({"env": "poetry"}, 1, "unknown family 'poetry'"),
         ({"env": "search:/no/such/folder"}, 1, "/no/such/folder"),
         ({"parallel": "fsdp2"}, 1, "--parallel fsdp2 needs a launcher"),
-        ({"max_new_tokens": 120}, 1, r"prompt tokens, with --max-new-tokens 120 more than the context of 128"),
+        ({"max_new_tokens": 127}, 1, r"prompt tokens, with --max-new-tokens 127 more than the context of 128"),
         ({"rollout_format": "fp8_kv"}, 1, "use --engine vllm"),
     ):
         r = shop.run(**changes)
