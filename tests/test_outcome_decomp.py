@@ -658,6 +658,12 @@ def test_lone_wins_of_the_example_against_a_loop(example):
     assert {(w["rl"], w["direction"], w["problem"], w["winner_correct"]) for w in result["lone_wins"]} == found and len(found) > 3
     counts = result["pooled"]["counts"]
     assert counts["rl"] + counts["base"] == len(found) and counts["checked_rl"] == 0
+    for pair, test in zip(pairs, result["symmetry"]):  # dealing the 2n samples of a problem out anew, both ways
+        sides = [table.models.index(pair.base), table.models.index(pair.rl)]
+        ended = table.finished[sides] & (table.tokens[sides] <= pair.cap)
+        right = ended & table.correct[sides]
+        wrong = (ended & ~right).sum((0, 2))[right.any((0, 2))]
+        assert test["chance"] == pytest.approx(sum(math.comb(w, 8) for w in wrong.tolist()) / math.comb(16, 8))
     for name in ("reach", "robust_reach"):
         for pair in pairs:
             wins = [w for w in result["lone_wins"] if w["rl"] == pair.rl and (w["robust"] or name == "reach")]
@@ -753,7 +759,8 @@ def test_predictions_are_scored_failures_included():
     assert held("H: every finishing_share > 0.5 at tight for a", rows)["held"] and held("H: every finishing_share < 0.2 at reading", rows)["held"]
     assert held("H: every finishing_share > 0.8 at all k 2", rows)["held"] and not held("H: every |finishing_share| < 0.03 at all", rows)["held"]
     assert held("H: every finishing_share > 0.5 at 4096,16384 for a", rows)["failing"][0]["value"] == 0.1
-    assert held("H: every finishing_share > 0.5 at 4096,999 for a", rows)["why"] == "not every pair can be read at every budget"
+    short = held("H: every finishing_share > 0.5 at 4096,999 for a", rows)
+    assert not short["held"] and short["why"] == "not every pair can be read at every budget"
     assert held("H: every finishing_share > 0.5 at tight for z", rows)["why"] == "no rows for z"
     assert held("H: every finishing_share > 0.5 at tight on maths", rows)["why"] == "no rows for maths"
     nan = held("H: every finishing_share < 0.5 at tight", [row(value=NAN)])
