@@ -509,6 +509,8 @@ def update_aware_scaling(lm: torch.nn.Module, scale: float) -> None:
             except AttributeError as e:
                 raise PolicyError(f"--correction qurl: {type(lm).__name__} has other decoder layers than Llama ({e}); use --uaq-scale 1") from e
             for norm, linears in readers.items():
+                if "Gemma" in type(norm).__name__:  # multiplies by 1 + weight
+                    raise PolicyError(f"--correction qurl: {type(norm).__name__} cannot be rescaled; use --uaq-scale 1")
                 norm.weight.mul_(scale)
                 for linear in linears:
                     linear.weight.div_(scale)
@@ -703,7 +705,7 @@ def main(args: Args) -> Run:
     with processes.main_first():
         demonstrations = (lambda: warm_start_conversations(tasks)) if tasks.careless else None
         lm, tokenizer, _ = load_policy(args.model, demonstrations, TinyConfig(), device=device)
-    if args.correction == "qurl":
+    if args.correction == "qurl" and args.uaq_scale != 1:
         update_aware_scaling(lm, args.uaq_scale)
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     share = args.share_prompts != "off"
@@ -736,14 +738,18 @@ def main(args: Args) -> Run:
     options = emulated if engine_kind == "torch" else {"kv_cache_dtype": "fp8"} if only_kv else {}
     rollout_format = ("auto" if engine_kind == "vllm" else "fp8_e4m3") if only_kv else args.rollout_format
     engine = make_engine(engine_kind, engine_lm, tokenizer, max_model_len=context, rollout_format=rollout_format, **options)
-    rules = {"fmt": "fp8_e4m3", "linears": False, "kv_scale": 1.0 if engine_kind == "vllm" else None} if only_kv else {"fmt": args.rollout_format}
+    rules = (
+        {"fmt": "fp8_e4m3", "linears": False, "kv_scale": 1.0 if engine_kind == "vllm" else None}
+        if only_kv
+        else {"fmt": args.rollout_format, "through_bf16": engine_kind == "vllm"}
+    )
 
-    def learner() -> ExitStack:
+    def learner(model: torch.nn.Module = lm) -> ExitStack:
         """(1) The context of every forward pass of the learner: mixed precision, and the executor's rounding with --qat."""
         stack = ExitStack()
         stack.enter_context(amp())
         if args.qat:
-            stack.enter_context(quantized(lm, **rules))
+            stack.enter_context(quantized(model, **rules))
         return stack
 
     bare = Policy(lm)
@@ -876,7 +882,7 @@ def main(args: Args) -> Run:
                                     token_weights = 1.0 / (layout.episodes.diff()[layout.episode_ids[index]] * float(totals[1]))
                                 reference = None
                                 if start_policy is not None:
-                                    with torch.no_grad(), amp():
+                                    with torch.no_grad(), learner(start_policy.lm):
                                         reference = start_policy(inputs, args.temperature)[0]
                                 loss, metrics = policy_loss(
                                     logprobs, old_logprobs[index].to(device), weights[index].to(device), upper[index].to(device), token_adv[index].to(device),

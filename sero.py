@@ -330,35 +330,36 @@ class Branch:
 def continue_by_oracle(
     branch: Branch, game: envs.Env, state: object, horizon: int, tokenizer, stop_token_ids: Sequence[int], context: int, gains: Callable[[float, dict], float]
 ) -> bool:
-    """(2) Restores `state` in `game` and lets the oracle play at most `horizon` turns, filling the branch. False where the oracle finds no way.
+    """(2) Restores `state` in `game` and lets the oracle play at most `horizon` turns, filling the branch. False where it finds no way, or the game fails.
 
     Commands are tokenised as the policy's own answers are: the text and the token that ends a message. gains(reward, info) is a turn's return.
     """
     end, before, after = observation_frame(tokenizer, stop_token_ids)
     stop = tokenizer.convert_tokens_to_ids(end)
-    game.restore(state)
-    for number in range(horizon):
-        try:
+    try:
+        game.restore(state)
+        for number in range(horizon):
             command = game.oracle_action()
-        except RuntimeError:  # EnvironmentFailed too
-            return False
-        ids = [*tokenizer(command, add_special_tokens=False).input_ids, stop]
-        if len(branch.prompt_ids) + len(branch.token_ids) + len(ids) > context:
-            return bool(branch.spans)
-        branch.spans.append((len(branch.token_ids), len(branch.token_ids) + len(ids)))
-        branch.token_ids += ids
-        branch.target_mask += [True] * len(ids)
-        try:
+            ids = [*tokenizer(command, add_special_tokens=False).input_ids, stop]
+            if len(branch.prompt_ids) + len(branch.token_ids) + len(ids) > context:
+                break
+            branch.spans.append((len(branch.token_ids), len(branch.token_ids) + len(ids)))
+            branch.token_ids += ids
+            branch.target_mask += [True] * len(ids)
             observation, reward, terminated, truncated, info = game.step(command)
-        except envs.EnvironmentFailed:
-            return False
-        branch.oracle_return += gains(reward, info)
-        if terminated or truncated or number == horizon - 1:
-            return True
-        seen = tokenizer(before + observation + after, add_special_tokens=False).input_ids
-        branch.token_ids += seen
-        branch.target_mask += [False] * len(seen)
-    return False
+            branch.oracle_return += gains(reward, info)
+            if terminated or truncated or number == horizon - 1:
+                break
+            seen = tokenizer(before + observation + after, add_special_tokens=False).input_ids
+            branch.token_ids += seen
+            branch.target_mask += [False] * len(seen)
+    except envs.EnvironmentFailed:
+        return False
+    except RuntimeError:  # the oracle knows no further: what it gained until here counts
+        pass
+    length = branch.spans[-1][1] if branch.spans else 0  # an observation that nobody answered takes no part
+    del branch.token_ids[length:], branch.target_mask[length:]
+    return bool(branch.spans)
 
 
 def read_bank(path: str, vocab_size: int) -> list[Branch]:
@@ -431,6 +432,15 @@ def compare(values: torch.Tensor, ids: torch.Tensor, std: bool, ddof: int, eps: 
         deviation = (zeros.index_add(0, group, centred**2) / (count - ddof).clamp(min=1)).sqrt()
         centred = centred / (deviation + eps)[group]
     return torch.where((high > low)[group], centred, 0.0), count[group]
+
+
+def states_seen(e: Episode) -> list[str]:
+    """What each turn saw before it acted: the task, then the latest observation. An action that could not be done leaves the state, and so the observation
+    that stands for it, as it was; its answer is the same text in every state. [deduced]"""
+    seen = [str(e.task["id"])]
+    for turn in e.turns[:-1]:
+        seen.append(seen[-1] if turn.info.get("invalid") else turn.observation)
+    return seen
 
 
 def history_ids(observations: Sequence[Sequence[str]], groups: Sequence[int], length: int) -> torch.Tensor:
@@ -532,16 +542,19 @@ def repeated_steps(observations: Sequence[Sequence[str]], groups: Sequence[int])
     return float((torch.bincount(ids)[ids] > 1).sum()) if len(ids) else 0.0, float(len(ids))
 
 
-def decay_to_match(depth: torch.Tensor, target: float, steps: int = 60) -> float:
-    """c in [0, 1] such that the mean of c^depth is `target`; depth [K] int64."""
-    low, high = 0.0, 1.0
+def decay_to_match(depth: torch.Tensor, w: torch.Tensor, all_sum: Callable[[torch.Tensor], torch.Tensor] = lambda x: x, steps: int = 60) -> float:
+    """c in [0, 1] such that the c^depth add up to what the w do, over all processes; depth [K] int64, w [K]."""
+    target, low, high = all_sum(w.sum()[None])[0], 0.0, 1.0
     for _ in range(steps):
         middle = (low + high) / 2
-        low, high = (middle, high) if float((middle ** depth.double()).mean()) <= target else (low, middle)
+        low, high = (middle, high) if all_sum((middle ** depth.double()).sum()[None])[0] <= target else (low, middle)
     return low
 
 
-def command_weights(oracle: str, w: torch.Tensor, branches: torch.Tensor, bridge_length: int, noise: torch.Tensor) -> torch.Tensor:
+def command_weights(
+    oracle: str, w: torch.Tensor, branches: torch.Tensor, bridge_length: int, noise: torch.Tensor,
+    all_sum: Callable[[torch.Tensor], torch.Tensor] = lambda x: x,
+) -> torch.Tensor:  # fmt: skip
     """What each command counts under a variant; w [K] of `reachability`, branches [B + 1], noise [K] (shuffled). -> [K]"""
     depth = torch.arange(len(w)) - torch.repeat_interleave(branches[:-1], branches.diff())
     if oracle == "root_only":
@@ -554,7 +567,7 @@ def command_weights(oracle: str, w: torch.Tensor, branches: torch.Tensor, bridge
         of = torch.repeat_interleave(torch.arange(len(branches) - 1), branches.diff())
         return w[torch.from_numpy(np.lexsort((noise.numpy(), of.numpy())))]
     if oracle == "depth_decay":
-        return decay_to_match(depth, float(w.mean())) ** depth.double() if len(w) else w
+        return decay_to_match(depth, w, all_sum) ** depth.double()
     return w
 
 
@@ -699,9 +712,10 @@ def episode_record(step: int, e: Episode, turn_adv: Sequence[float], tokenizer) 
     }  # fmt: skip
 
 
-def branch_record(step: int, b: Branch, g: float, z: Sequence[float], w: Sequence[float], weights: Sequence[float], tokenizer) -> dict:
+def branch_record(step: int, number: int, b: Branch, g: float, z: Sequence[float], w: Sequence[float], weights: Sequence[float], tokenizer) -> dict:
     return {
-        "kind": "branch", "step": step, **asdict(b), "prompt": tokenizer.decode(b.prompt_ids), "tokens": [tokenizer.decode([t]) for t in b.token_ids],
+        "kind": "branch", "step": step, "number": number, **asdict(b), "prompt": tokenizer.decode(b.prompt_ids),
+        "tokens": [tokenizer.decode([t]) for t in b.token_ids],
         "gate": g, "z": list(z), "w": list(w), "weights": list(weights),
     }  # fmt: skip
 
@@ -725,7 +739,7 @@ def viewer_episode(record: dict) -> dict:
         for name, values in per_token.items():
             values[start:stop] = [record[name][k]] * (stop - start)
     return {
-        "id": f"u{record['step']} g{record['group']} s{record['sample']} root {record['root'] + 1}",
+        "id": f"u{record['step']} branch {record['number']} of {record['task_id']}, s{record['sample']} root {record['root'] + 1}",
         "title": f"update {record['step']}, oracle from turn {record['root'] + 1} of sample {record['sample']}",
         "group": f"update {record['step']}, {record['task_id']}",
         "prompt": record["prompt"],
@@ -860,6 +874,8 @@ def main(args: Args) -> Run:
         key_metrics=["eval/success", "eval/success/seen", "eval/success/unseen", "charts/success", "sero/effective_depth"],
         **distributed(),
     )
+    if args.save_bank and not args.resume and Path(args.save_bank).exists():
+        raise ArgumentError(f"--save-bank {args.save_bank}: the file exists; two runs in one bank would not tell apart, choose another name")
     first_update, steps_taken = 0, {"policy": 0.0, "oracle": 0.0}  # environment steps so far
     if args.resume:
         first_update, state = run.load_checkpoint()
@@ -895,8 +911,8 @@ def main(args: Args) -> Run:
                     out.append(segment_stats(logprobs, F.pad(lengths.cumsum(0), (1, 0))).mean)
         return torch.cat(out) if out else torch.zeros(0, dtype=torch.float64)
 
-    def branch_out(episodes: Sequence[Episode], states: dict[tuple[int, int], list], update: int) -> tuple[list[Branch], int]:
-        """(2) Draws roots and executes the oracle from them, in the games whose episodes are over. Also how often the oracle found no way."""
+    def branch_out(episodes: Sequence[Episode], states: dict[tuple[int, int], list], update: int) -> tuple[list[Branch], int, int]:
+        """(2) Draws roots and executes the oracle from them, in the games whose episodes are over. Also how many branches were lost, and all steps taken."""
         chosen = []
         for group in dict.fromkeys(e.group for e in episodes):
             reached = [(e, t) for e in episodes if e.group == group for t in range(len(e.turns))]
@@ -915,7 +931,8 @@ def main(args: Args) -> Run:
         with ThreadPoolExecutor(max(tasks.workers, 1)) as pool:
             for first in range(0, len(chosen), len(games)):
                 found += (pool.map if tasks.workers else map)(execute, zip(chosen[first : first + len(games)], games))
-        return [b for (b, _), works in zip(chosen, found) if works], len(found) - sum(found)
+        steps = sum(len(b.spans) for b, _ in chosen)  # those of lost branches were taken too
+        return [b for (b, _), works in zip(chosen, found) if works], len(found) - sum(found), steps
 
     def study(branches: Sequence[Branch], sampling: Sampling, at: int, trials: int = 8) -> dict[str, float]:
         """Samples `trials` answers at every state along the branches of one update and compares them with the oracle's commands."""
@@ -928,7 +945,7 @@ def main(args: Args) -> Run:
         for row, ((i, a, b), k) in enumerate(zip(places, keep)):
             if k:
                 matches[row] = [s.token_ids == branches[i].token_ids[a:b] for s in next(samples)]
-        z, w = reachability(command_logprobs(branches), F.pad(torch.tensor([len(b.spans) for b in branches]).cumsum(0), (1, 0)))
+        z, w = reachability(command_logprobs(branches), F.pad(torch.tensor([len(b.spans) for b in branches], dtype=torch.int64).cumsum(0), (1, 0)))
         offsets = np.cumsum([0, *(len(b.spans) for b in branches)])
         parts = run.gather((matches, z.numpy(), w.numpy(), np.diff(offsets))) if world > 1 else [(matches, z.numpy(), w.numpy(), np.diff(offsets))]
         joined = [np.concatenate([part[column] for part in parts]) for column in range(4)]
@@ -980,25 +997,25 @@ def main(args: Args) -> Run:
         # --- (1) advantages of the base algorithm, from the policy's own episodes
         with run.timer("reward"):
             step_rewards = torch.tensor([gains(t.reward, t.info) for e in episodes for t in e.turns], dtype=torch.float64)
-            observations = [[e.task["id"], *(t.observation for t in e.turns[:-1])] for e in episodes]  # the first one is the task itself
+            observations = [states_seen(e) for e in episodes]
             groups = [e.group for e in episodes]
             turn_adv = base_advantages(args.base, step_rewards, observations, [e.success >= 1 for e in episodes], groups, layout, args)
         token_adv = turn_adv[layout.turn_ids].float()
         old_logprobs = torch.zeros(offset[-1])
 
         # --- (2) (3) (4) branches of the oracle, their gates and weights
-        branches, lost = [], 0
+        branches, lost, oracle_steps = [], 0, 0
         with run.timer("oracle"):
             if bank:
                 wanted = args.roots_per_group * args.groups_per_update
                 picked = np.random.default_rng([args.seed, update]).choice(len(bank), wanted, replace=wanted > len(bank))
                 branches = [replace(bank[i], group=n // args.roots_per_group) for n, i in enumerate(picked.tolist())][rank::world]
             elif args.oracle != "none":
-                branches, lost = branch_out(episodes, states, update)
+                branches, lost, oracle_steps = branch_out(episodes, states, update)
             gates = gate(
                 *(torch.tensor([getattr(b, f"{who}_return") for b in branches], dtype=torch.float64) for who in ("oracle", "policy")), args.success_reward
             )
-        tried, oracle_steps = len(branches) + lost, 0 if bank else sum(len(b.spans) for b in branches)
+        tried = len(branches) + lost
         mean_gate = float(gates.sum())
         used = [i for i, g in enumerate(gates.tolist()) if g > 0]
         branches, gates = [branches[i] for i in used], gates[used]
@@ -1006,7 +1023,7 @@ def main(args: Args) -> Run:
             for b in branches:
                 b.spans = b.spans[: args.bridge_length]
                 del b.token_ids[b.spans[-1][1] :], b.target_mask[b.spans[-1][1] :]
-        if args.save_bank and branches:
+        if args.save_bank:
             append_bank([b for part in run.gather(branches) for b in part] if world > 1 else branches)
         with run.timer("oracle"):
             commands = F.pad(torch.tensor([len(b.spans) for b in branches], dtype=torch.int64).cumsum(0), (1, 0))  # [B + 1]
@@ -1014,7 +1031,7 @@ def main(args: Args) -> Run:
                 [np.random.default_rng([args.seed, update, b.group, b.sample, b.root]).random(len(b.spans)) for b in branches] or [np.empty(0)]
             )
             z, w = reachability(command_logprobs(branches) if args.oracle != "none" else torch.zeros(0, dtype=torch.float64), commands)
-            weights = command_weights(args.oracle, w, commands, args.bridge_length, torch.from_numpy(noise))
+            weights = command_weights(args.oracle, w, commands, args.bridge_length, torch.from_numpy(noise), processes.all_sum)
             command_lengths = torch.tensor([b - a for branch in branches for a, b in branch.spans], dtype=torch.int64)
 
         def oracle_loss(
@@ -1158,9 +1175,9 @@ def main(args: Args) -> Run:
                 run.episode(episode_record(done, episodes[i], turn_adv[turns].tolist(), tokenizer), step=done)
             for i, b in list(enumerate(branches))[:2]:
                 span = slice(int(commands[i]), int(commands[i + 1]))
-                record = branch_record(done, b, float(gates[i]), z[span].tolist(), w[span].tolist(), weights[span].tolist(), tokenizer)
+                record = branch_record(done, i + 1, b, float(gates[i]), z[span].tolist(), w[span].tolist(), weights[span].tolist(), tokenizer)
                 run.episode(record, step=done)
-            if done == total_updates and args.study == "reachability" and branches:
+            if done == total_updates and args.study == "reachability":
                 metrics |= study(branches, sampling, done)
         run.log(metrics, step=done)
 

@@ -67,12 +67,21 @@ def full_weights(policy: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def training_state(policy: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict]:
-    """Unsharded weights and optimizer state on the CPU (complete on the main process only), for a checkpoint. A collective."""
+    """Unsharded weights and optimizer state on the CPU (complete on the main process only), for a checkpoint. A collective.
+
+    Reading the state of an optimizer that has none yet makes it count a step of zeros, which is undone here and by `load_training_state`.
+    """
+    fresh = not optimizer.state
     model, optim = get_state_dict(policy, optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-    return {"model": model, "optimizer": optim}
+    if fresh:
+        optimizer.state.clear()
+        optimizer.zero_grad(set_to_none=True)
+    return {"model": model, "optimizer": optim, "fresh": fresh}
 
 
 def load_training_state(policy: torch.nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, dict]) -> None:
     """Puts back what `training_state` gave; every process passes the complete state."""
     options = StateDictOptions(full_state_dict=True)
     set_state_dict(policy, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"], options=options)
+    if state["fresh"]:
+        optimizer.state.clear()

@@ -61,14 +61,16 @@ def quantized(
     kv: bool = True,
     kv_scale: float | None = None,
     output: torch.dtype | None = None,
+    through_bf16: bool = False,
     frozen: bool = False,
 ) -> Iterator[None]:
     """Runs `lm` (a causal LM of transformers, the bare module also where DDP or FSDP2 wraps it) in the format. None: as it is.
 
     linears, kv: the linear layers, the cache; kv_scale: a fixed scale for the whole cache, as vLLM's "fp8" cache has (1.0), instead of one per token and
-    head. output: dtype that every linear layer's result is rounded to, as the kernels of a GPU do. frozen: quantise the weights once, on entry and
+    head. output: dtype that every linear layer's result is rounded to, as the kernels of a GPU do. through_bf16: weights are rounded to bfloat16 first, as an
+    engine holds them that was given them so. frozen: quantise the weights once, on entry and
     without gradient, for many forward passes with the same weights.
-    Raises ValueError for an unknown format, or where a context is already open for this model.
+    Raises ValueError for an unknown format, for a model with weights elsewhere than in linear layers (fused experts), or where a context is already open.
     """
     if fmt is None:
         yield
@@ -79,16 +81,22 @@ def quantized(
     attentions = [m for m in lm.base_model.modules() if hasattr(m, "k_proj") and hasattr(m, "layer_idx")] if kv else []
     if any("forward" in vars(m) for m in layers) or any("kv_format" in vars(m) for m in attentions):
         raise ValueError("this model already runs in a format")
+    rounded = {id(p) for m in layers for p in m.parameters()} | {id(p) for p in lm.get_input_embeddings().parameters()}
+    if linears and (rest := [n for n, p in lm.base_model.named_parameters() if p.ndim > 1 and id(p) not in rounded]):
+        raise ValueError(f"cannot run {type(lm).__name__} in {fmt}: {rest[0]} (and {len(rest) - 1} more) are weights outside of linear layers")
     last: list[torch.Tensor | None] = [None, None]  # q, k and v (gate and up) get the same input: it is quantised once
+
+    def weight_of(module: torch.nn.Linear) -> torch.Tensor:
+        return as_stored(_Bfloat16.apply(module.weight) if through_bf16 else module.weight, fmt, "weight")
 
     def forward_of(module: torch.nn.Linear):
         with torch.no_grad():
-            stored = as_stored(module.weight, fmt, "weight") if frozen else None
+            stored = weight_of(module) if frozen else None
 
         def forward(x: torch.Tensor) -> torch.Tensor:
             if last[0] is not x:
                 last[:] = x, as_stored(x, fmt, "input")
-            y = F.linear(last[1], as_stored(module.weight, fmt, "weight") if stored is None else stored, module.bias)
+            y = F.linear(last[1], weight_of(module) if stored is None else stored, module.bias)
             return y if output is None else y.to(output).to(y.dtype)
 
         return forward

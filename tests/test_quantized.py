@@ -147,6 +147,12 @@ def test_formats_and_contexts_are_checked():
     with pytest.raises(ValueError, match="NaN"), quantized(lm, "int8", frozen=True):
         pass
     assert "forward" not in vars(lm.model.layers[0].self_attn.q_proj)
+    with quantized(lm, "fp8_e4m3", through_bf16=True), torch.no_grad():
+        layer, x = lm.model.layers[1].mlp.gate_proj, torch.eye(160)
+        assert torch.allclose(layer(x).T, as_stored(layer.weight.bfloat16().float(), "fp8_e4m3", "weight"), rtol=0, atol=1e-6)
+    moe = transformers.Qwen3MoeConfig(**SIZES, **HEADS, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, decoder_sparse_step=1)
+    with pytest.raises(ValueError, match=r"experts.* are weights outside of linear layers"), quantized(transformers.Qwen3MoeForCausalLM(moe), "int8"):
+        pass
     gpt = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=61, n_positions=64, n_embd=32, n_layer=1, n_head=2))
     with pytest.raises(EngineError, match="cannot be emulated for GPT2"):
         make_engine("torch", gpt, rollout_format="int8")

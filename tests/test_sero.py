@@ -210,6 +210,13 @@ def gains(reward, info):
     return 10 * reward - 0.1 * bool(info.get("invalid"))
 
 
+def test_an_action_that_could_not_be_done_leaves_the_state():
+    e = sero.Episode(0, 0, {"id": "t"})
+    for text, invalid in (("a", False), ("Nothing happens.", True), ("b", False), ("end", False)):
+        e.turns.append(sero.Turn(0, 1, "x", False, text, 0.0, {"invalid": invalid}))
+    assert sero.states_seen(e) == ["t", "a", "a", "b"]
+
+
 @pytest.mark.parametrize("number", range(4))
 def test_a_branch_solves_the_task_from_a_reached_state_and_leaves_the_episode_alone(household, number):
     tasks, tokenizer = household
@@ -263,6 +270,31 @@ def test_an_oracle_without_a_way_and_a_dead_simulator_lose_the_branch(household)
         broken = tasks.make_env()
         setattr(broken, where, lambda *_, error=error: (_ for _ in ()).throw(error))
         assert not continue_by_oracle(Branch(0, 0, 0, "t", [5]), broken, game.snapshot(), 9, tokenizer, stops, 2048, gains)
+
+
+def test_an_oracle_that_knows_no_further_keeps_what_it_gained_and_the_context_bounds_the_branch(household):
+    tasks, tokenizer = household
+    stops = [tokenizer.convert_tokens_to_ids("<|end|>")]
+    game = tasks.make_env()
+    prompt = sero.encode(tokenizer, game.reset(tasks.train[5]))
+    whole = Branch(0, 0, 0, "t", prompt)
+    assert continue_by_oracle(whole, tasks.make_env(), game.snapshot(), 9, tokenizer, stops, 2048, gains)
+    stuck, plan, asked = tasks.make_env(), type(game).oracle_action, []
+
+    def two_only():
+        asked.append(1)
+        if len(asked) > 2:
+            raise RuntimeError("no further")
+        return plan(stuck)
+
+    stuck.oracle_action = two_only
+    for branch, env, context in (
+        (Branch(0, 0, 0, "t", prompt), stuck, 2048),
+        (Branch(0, 0, 0, "t", prompt), tasks.make_env(), len(prompt) + whole.spans[2][1] - 1),
+    ):
+        assert continue_by_oracle(branch, env, game.snapshot(), 9, tokenizer, stops, context, gains)
+        assert branch.spans == whole.spans[:2] and branch.token_ids == whole.token_ids[: whole.spans[1][1]]
+        assert len(branch.target_mask) == len(branch.token_ids)
 
 
 # ---------------------------------------------------------------------------------------------------- banks

@@ -182,7 +182,8 @@ class ScienceWorldEnv:
 
     def restore(self, snapshot: Snapshot) -> None:
         """Replays the commands, about 20 ms each. Raises EnvironmentFailed where that does not lead to what the snapshot saw."""
-        here = self.simulator is not None and self.task is snapshot.task and tuple(self.commands) == snapshot.commands and self.loaded is not None
+        key = (snapshot.task["task"], snapshot.task["variation"])
+        here = self.simulator is not None and self.task is snapshot.task and tuple(self.commands) == snapshot.commands and self.loaded == key
         self.task, self.plan = snapshot.task, None
         if not here:
             self._replay(snapshot.task, snapshot.commands)
@@ -230,9 +231,11 @@ class ScienceWorldEnv:
                     gained = len(plan)
                 if self.score >= 100 or self.score < 0 or len(plan) >= self.max_turns - len(state.commands):
                     break
-            if self.score > best[0] and gained:
-                best = (self.score, plan[:gained])
-            if self.score >= 100:
+            if gained and self.score > best[0]:  # once more without what was left out: a refused command may still have taken time
+                self._replay(state.task, [*state.commands, *plan[:gained]])
+                if self.score > best[0]:
+                    best = (self.score, plan[:gained])
+            if best[0] >= 100:
                 break
         self._replay(state.task, state.commands)
         self.over = state.over

@@ -28,7 +28,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rapidfuzz import fuzz
+from rapidfuzz import fuzz, utils
 
 from common.envs import DataError, Message, TaskSet
 from common.envs.search import Corpus
@@ -86,6 +86,11 @@ def plain_colour(text: str) -> str:
     return next((c for c in COLOURS if c in text), text)
 
 
+def alike(a: str, b: str) -> float:
+    """Token-set ratio of two texts in lower case without punctuation, 0 to 100."""
+    return fuzz.token_set_ratio(a, b, processor=utils.default_process)
+
+
 def type_score(product: Product, goal: dict[str, Any]) -> float:
     """How far the product is of the kind that was asked for: 1, 0.5, 0.1 or 0."""
     asked = words_of(goal["title"])
@@ -101,9 +106,9 @@ def type_score(product: Product, goal: dict[str, Any]) -> float:
 def purchase_reward(product: Product, goal: dict[str, Any], chosen: dict[str, str]) -> dict[str, float]:
     """WebShop's reward of a purchase and its parts: reward, type, attributes, options, price; parts are shares in [0, 1]."""
     text = "\n".join([product.title, *product.bullets, product.description]).lower()
-    attributes = sum(any(fuzz.token_set_ratio(a, b) > MATCH for b in product.attributes) or a.lower() in text for a in goal["attributes"])
+    attributes = sum(any(alike(a, b) > MATCH for b in product.attributes) or a.lower() in text for a in goal["attributes"])
     have = [plain_colour(v) for v in chosen.values()]
-    options = sum(any(fuzz.token_set_ratio(plain_colour(o.lower()), h) > MATCH for h in have) for o in goal["options"])
+    options = sum(any(alike(plain_colour(o.lower()), h) > MATCH for h in have) for o in goal["options"])
     price = float(product.price <= goal["price_limit"])
     kind = type_score(product, goal)
     asked = len(goal["attributes"]) + len(goal["options"])
@@ -317,7 +322,7 @@ def wanted_options(product: Product, asked: Sequence[str]) -> dict[str, str]:
     out: dict[str, str] = {}
     for text in asked:
         scored = [
-            (value == text.lower(), fuzz.token_set_ratio(plain_colour(text.lower()), plain_colour(value)), name, value)
+            (value == text.lower(), alike(plain_colour(text.lower()), plain_colour(value)), name, value)
             for name, values in product.options.items()
             if name not in out
             for value in values
