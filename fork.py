@@ -130,7 +130,8 @@ class Args:
     judge_votes: int = 1
     """samples per yes/no judgement and comparison, majority; units, matches, criteria and thresholds are asked once"""
     judge_tries: int = 2
-    """rounds in which missing judgements are asked for before the prompt's whole group leaves the update [deduced]"""
+    """rounds in which judgements that an outage left missing are asked for before the prompt's whole group leaves the update; an unusable reply is an
+    abstention and stays one [deduced]"""
     judge_patience: float = 600.0
     """seconds without any reply after which an endpoint is given up; the run then saves and ends, and --resume goes on"""
     judge_concurrency: int = 16
@@ -577,7 +578,8 @@ def episode_record(step: int, r: Response, advantage: float, tokenizer) -> dict:
     """What episodes.jsonl keeps of a response: exact tokens, log-probs, and everything that the judge said about its units."""
     v = r.verdict
     spans = token_spans(tokenizer, r.token_ids)
-    owner = [next((i for i, (a, b) in enumerate(unit_spans(r.text, v.units)) if a < end and start < b), None) for start, end in spans]
+    placed = unit_spans(r.text, v.units)
+    owner = [next((i for i, (a, b) in enumerate(placed) if a < end and start < b), None) for start, end in spans]
     units = [
         {
             "text": unit,
@@ -665,10 +667,11 @@ def check_tasks(args: Args, tasks: envs.TaskSet) -> None:
     for task in (*tasks.train, *tasks.eval):
         if "rubrics" not in task:
             raise ArgumentError(f"--env {args.env}: its tasks have no rubrics; use rubric, or rubric:FILE with your own")
-        if args.judge == "rule" and (bare := [j for j, r in enumerate(task["rubrics"], 1) if not r["check"]]):
+        by_rule = [flag for flag, who in (("--judge", args.judge), ("--eval-judge", args.eval_judge)) if who == "rule"]
+        if by_rule and (bare := [j for j, r in enumerate(task["rubrics"], 1) if not r["check"]]):
             raise envs.DataError(
-                f"--env {args.env}: task {task['id']!r}, criterion {bare[0]} has no field 'check', so --judge rule cannot grade it: add "
-                f'"check": {{"any": [words]}} to the criteria, or choose --judge local:MODEL or openai:MODEL@http://host:port/v1'
+                f"--env {args.env}: task {task['id']!r}, criterion {bare[0]} has no field 'check', so {by_rule[0]} rule cannot grade it: add "
+                f'"check": {{"any": [words]}} to the criteria, or choose {by_rule[0]} local:MODEL or openai:MODEL@http://host:port/v1'
             )
 
 
