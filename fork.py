@@ -517,11 +517,11 @@ class Policy(torch.nn.Module):
 # -------------------------------------------------------------------------------------------------------- reports
 
 PANELS = [
-    Panel("Recall, precision and F1 at evaluations", ("eval/recall", "eval/precision", "eval/f1"), limits=(0, 1)),
-    Panel("Length of answers at evaluations, tokens", ("eval/length",)),
-    Panel("Satisfied criteria at evaluations", ("eval/presence", "eval/absence"), limits=(0, 1)),
-    Panel("Units at evaluations", ("eval/necessary_frac", "eval/correct_frac"), limits=(0, 1)),
-    Panel("Quality profile at evaluations, 1 to 7", ("eval/quality/*",), limits=(1, 7)),
+    Panel("Evaluation: coverage", ("eval/recall", "eval/precision", "eval/f1"), limits=(0, 1)),
+    Panel("Evaluation: answer length", ("eval/length",)),
+    Panel("Evaluation: criteria", ("eval/presence", "eval/absence"), limits=(0, 1)),
+    Panel("Evaluation: units", ("eval/necessary_frac", "eval/correct_frac"), limits=(0, 1)),
+    Panel("Evaluation: quality, 1 to 7", ("eval/quality/*",), limits=(1, 7)),
 ]
 
 

@@ -2,7 +2,7 @@
 
     python benchmarks/fork.py runs/fork                                    # every arm and seed that is not there yet, then the table
     python benchmarks/fork.py runs/fork --arms fork recall --seeds 1 2     # a part of it
-    python -m common.run runs/fork/*/* --group-by reward aggregate f_beta --out fork.png
+    python benchmarks/fork.py runs/fork --table --figure fork.png          # the table and a picture of recall and fork
 
 One process and one thread per run.
 """
@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from common.curves import read_jsonl, t_quantile
+from common.curves import mean_interval, read_jsonl, series, t_quantile
 
 ROOT = Path(__file__).parent.parent
 ARMS = {
@@ -46,12 +46,35 @@ def interval(values: list[float]) -> str:
     return f"{mean:.{digits}f} ± {t_quantile(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values)):.{digits}f}"
 
 
+def draw(runs: dict[str, list[list[dict]]], path: Path) -> None:
+    """Six measures of two or more arms over updates, mean and 95 % t-interval."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(2, 3, figsize=(11, 6), sharex=True, layout="constrained")
+    for axis, name in zip(axes.flat, ("win rate", "recall", "precision", "tokens", "absence", "conciseness")):
+        for arm, members in runs.items():
+            x, mean, half = mean_interval([series(records, COLUMNS[name]) for records in members])
+            axis.plot(x, mean, marker=".", label=f"--reward {arm} ({len(members)} seeds)")
+            axis.fill_between(x, mean - half, mean + half, alpha=0.2)
+        axis.set_title({"win rate": "win rate against the start policy", "tokens": "tokens per answer", "absence": "absence criteria"}.get(name, name))
+        axis.grid(alpha=0.3)
+        axis.set_ylim(bottom=0)
+    axes[0, 0].legend(frameon=False)
+    for axis in axes[1]:
+        axis.set_xlabel("update")
+    figure.savefig(path, dpi=110)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3, 4, 5])
     parser.add_argument("--table", action="store_true", help="run nothing")
+    parser.add_argument("--figure", type=Path, help="picture of recall and fork to write")
     args = parser.parse_args()
     if not args.table:
         for seed in args.seeds:
@@ -69,6 +92,8 @@ def main() -> None:
     for arm, runs in rows.items():
         if runs:
             print(f"| {arm} | {len(runs)} |", " | ".join(interval([run[-1][key] for run in runs]) for key in COLUMNS.values()), "|")
+    if args.figure:
+        draw({arm: rows[arm] for arm in ("recall", "fork") if rows[arm]}, args.figure)
 
 
 if __name__ == "__main__":
