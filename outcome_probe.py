@@ -191,11 +191,11 @@ def split_covariance(x: torch.Tensor, y: torch.Tensor, finished: torch.Tensor, g
 
 def gain_by_prior_solves(prior: torch.Tensor, samples: int, before: torch.Tensor, after: torch.Tensor) -> list[dict[str, Any]]:
     """Mean gain of solve rate over problems with 0, 1 to n-2, n-1 or n solves among n samples that are not those of `before`, so that chance in the
-    choice does not return as a gain. prior [T] counts, before and after [T] rates."""
+    choice does not return as a gain. prior [T] counts, before and after [T] rates, NaN for a problem without a graded answer, which takes no part."""
     bins = [("0", 0, 0), (f"1-{samples - 2}", 1, samples - 2), (f"{samples - 1}-{samples}", samples - 1, samples)]
     rows = []
     for name, low, high in bins:
-        chosen = (prior >= low) & (prior <= high)
+        chosen = (prior >= low) & (prior <= high) & ~(before.isnan() | after.isnan())
         count = int(chosen.sum())
         mean = {key: float(v[chosen].mean()) if count else None for key, v in (("before", before), ("after", after), ("gain", after - before))}
         rows.append({"prior_solves": name, "problems": count, **mean})
@@ -690,7 +690,7 @@ def main(args: Any) -> Run:
                 "probe/finish_share": (through, through + content),
                 "probe/touched_frac": (float(len(of_touched)), n),
                 "probe/touched_success": (sum(r.solved for r in of_touched), float(len(of_touched))),
-                "probe/touched_declared": (sum(r.setup["declared"] for r in of_touched if r.task["facts"]), float(len(of_touched))),
+                "probe/touched_declared": (sum(r.setup["declared"] for r in with_facts if r.touched), float(sum(r.touched for r in with_facts))),
                 "probe/spliced_frac": (float(spliced), n_all),
             }
         )
@@ -724,7 +724,7 @@ def main(args: Any) -> Run:
             lm.save_pretrained(run.folder / "policy", state_dict=weights)
             tokenizer.save_pretrained(run.folder / "policy")
             before, now = (splits(m["train"], m["held"], touched, unknown, other_facts) for m in (base, after))
-            rate = [m["train"][:, 1] / m["train"][:, 0].clamp(min=1) for m in (base, after)]
+            rate = [m["train"][:, 1] / m["train"][:, 0] for m in (base, after)]  # NaN without a graded answer
             report = {
                 "channel": args.channel, "seed": args.seed, "cap": args.max_new_tokens, "updates": args.num_updates, "base_samples": args.base_samples,
                 "measure_samples": args.measure_samples, "before": before, "after": now,

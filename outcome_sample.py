@@ -203,10 +203,14 @@ def generate(
     return counts
 
 
+# what must be the same when a file of records is continued
+SETTINGS = ("env", "samples", "temperature", "max_new_tokens", "seed", "dataset", "judge", "engine", "rollout_format", "ungraded")
+
+
 def draw(args: Any, models: dict[str, str], tasks: envs.TaskSet, problems: dict[str, list[dict]], stream: int) -> int:
     """Runs `generate` for every model on its problems; prints what came out. Returns the exit code."""
     out = Path(args.out)
-    settings = {key: getattr(args, key) for key in ("env", "samples", "temperature", "max_new_tokens", "seed", "dataset", "judge")} | {"stream": stream}
+    settings = {key: getattr(args, key) for key in SETTINGS} | {"stream": stream}
     Path(f"{out}.ungraded.jsonl").unlink(missing_ok=True)
     total = {"written": 0, "ungraded": 0, "unjudged": 0}
     with record_file(out, settings, models) as have:
@@ -290,12 +294,17 @@ def recheck(args: Any) -> int:
     survive: list[dict] = []
     for direction, winner in (("rl", "the RL model"), ("base", "the base model")):
         mine = [row for row in rows if row["direction"] == direction]
-        solved = [any(r.correct and r.tokens <= row["budget"] for r in drawn.get((row["loser"], row["problem"]), [])) for row in mine]
-        survive += [row for row, recovered in zip(mine, solved) if not recovered]
+        found = [drawn.get((row["loser"], row["problem"]), []) for row in mine]
+        solved = [any(r.correct and r.tokens <= row["budget"] for r in records) for row, records in zip(mine, found)]
+        open_ = [not s and len(records) < args.samples for s, records in zip(solved, found)]  # an answer that was not graded could have solved it
+        survive += [row for row, recovered, undecided in zip(mine, solved, open_) if not recovered and not undecided]
         if mine:
-            rate, low, high = wilson(sum(solved), len(mine))
+            decided = len(mine) - sum(open_)
             print(f"won by {winner} alone: {len(mine)}. With {args.samples} further samples the loser solves {sum(solved)} of them", end="")
-            print(f" ({rate:.2f} [{low:.2f}, {high:.2f}]); {len(mine) - sum(solved)} survive")
+            if decided:
+                rate, low, high = wilson(sum(solved), decided)
+                print(f" ({rate:.2f} [{low:.2f}, {high:.2f}] of those decided)", end="")
+            print(f"; {decided - sum(solved)} survive" + (f", {sum(open_)} are undecided: an answer could not be graded" if any(open_) else ""))
     for row in survive:
         print(f"  survives: {row['problem']}, won by {row['winner']}, never solved by {row['loser']}; read it by hand")
     print(f"decompose --recheck {args.out} takes them into its report")

@@ -552,4 +552,6 @@ def test_tasks_that_cannot_be_judged():
     tasks = envs.TaskSet("x", bare[:1], bare[1:], lambda: None)
     with pytest.raises(envs.DataError, match="task '0', criterion 2 has no field 'check'"):
         fork.check_tasks(fork.Args(), tasks)
-    fork.check_tasks(fork.Args(judge="openai:m"), tasks)
+    with pytest.raises(envs.DataError, match="so --eval-judge rule cannot grade it"):
+        fork.check_tasks(fork.Args(judge="openai:m"), tasks)
+    fork.check_tasks(fork.Args(judge="openai:m", eval_judge="openai:n"), tasks)
