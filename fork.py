@@ -1012,8 +1012,9 @@ def main(args: Args) -> Run:
     eval_judge.close()
     if processes.is_main:
         episodes = [viewer_episode(record) for record in read_jsonl(run.folder / "episodes.jsonl")]
-        legend = ["credit: each criterion splits 1 over the units that help to settle it", "grey: no unit (greetings, headings)"]
-        write_credit_html(run.folder / "credit.html", episodes, f"fork.py on {args.env}", f"reward {args.reward}, judge {judge.model}", legend)
+        legend = ["credit: each criterion splits 1 over the units that help to settle it", "hatched: in no unit (greetings, headings, marks)"]
+        subtitle = f"reward {args.reward}, judge {args.judge.partition('@')[0]}"
+        write_credit_html(run.folder / "credit.html", episodes, f"fork.py on {args.env}", subtitle, legend)
     run.finish(PANELS)
     return run
 
