@@ -64,8 +64,8 @@ class TaskSet:
     regions: Callable[[str], list[tuple[str, int, int]]] | None = None
     careless: Callable[[dict[str, Any], random.Random], list[Message]] | None = None
     max_turns: int = 1
-    workers: int = 0  # episodes side by side, each stepped by a thread of its own (simulators in other processes); 0: all of them, in one thread
     notes: dict[str, Any] = field(default_factory=dict)  # counts worth logging at start (rows read, rows unusable and why)
+    workers: int = 0  # episodes side by side, each stepped by a thread of its own (simulators in other processes); 0: all of them, in one thread
 
 
 # name -> module with `load(path: str | None, seed: int) -> TaskSet`; imported only when asked for
