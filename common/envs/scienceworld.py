@@ -216,7 +216,7 @@ class ScienceWorldEnv:
         gold = self.gold_path()
         self.loaded = None  # the load for the gold path has reset the simulator
         self._open(state.task)
-        start = self.observation.partition("This room is called the ")[2].partition(".")[0]
+        start = self.observation.partition(" is called the ")[2].partition(".")[0]  # "This room", "This outside location"
         best: tuple[int, list[str]] = (state.score, [])
         for first in ([], [f"teleport to {start}"] if start else []):
             self._replay(state.task, state.commands)
