@@ -44,9 +44,8 @@ SWAPPED_SHARE = 0.25  # records that show their second field first
 TAKES_FIRST_ROW, TAKES_FIRST_FIELD, SKIPS_GOAL, STOPS_EARLY = 0.65, 0.65, 0.02, 0.02
 MAX_CHARS = 20_000
 
-Goal = tuple[
-    str, ...
-]  # ("pay" | "close", kind, name), ("set", kind, name, field, value), ("tell", kind, name, field, person), ("copy", kind, name, field, kind, name)
+# ("pay" | "close", kind, name), ("set", kind, name, field, value), ("tell", kind, name, field, person), ("copy", kind, name, field, kind, name)
+Goal = tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -297,19 +296,8 @@ class AutomationEnv:
         return [*result, *(f"send {name} {value}" for name in NAMES for value in values), "done"]
 
     def snapshot(self) -> tuple[Any, ...]:
-        return (
-            self.task,
-            self.turns,
-            self.reached,
-            self.shown,
-            self.broken,
-            self.opened,
-            self.found,
-            self.fresh,
-            self.seen,
-            self.closed,
-            tuple(self.edits.items()),
-        )
+        sets = self.found, self.fresh, self.seen, self.closed
+        return self.task, self.turns, self.reached, self.shown, self.broken, self.opened, *sets, tuple(self.edits.items())
 
     def restore(self, state: tuple[Any, ...]) -> None:
         self.task, *_ = state
