@@ -116,7 +116,7 @@ def test_careless_answers_have_every_slip_and_every_right_choice():
         utilities.append(counts["utility"])
         best += rubric.prefer(task, answer["content"], rubric.best_answer(task)) >= 0.5
     assert all(100 < n < 1000 for n in seen.values()), seen
-    assert -1 < sum(utilities) / 1000 < 1  # middling: the best answers reach about 2.5
+    assert -1 < sum(utilities) / 1000 < 1.5  # middling: the best answers reach about 2.5
     assert 20 < best < 300
 
 
