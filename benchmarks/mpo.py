@@ -34,8 +34,8 @@ class Args:
     env: str = "search"  # task
     seeds: int = 5  # 1 to this
     arms: tuple[str, ...] = tuple(ARMS)  # which
-    policy_updates: int = 16
-    value_warmup: int = 8
+    policy_updates: int = 12
+    value_warmup: int = 5
     table_only: bool = False  # read what is there
 
 

