@@ -332,6 +332,15 @@ class Workshop:
         return self.kept(tuple(sorted(changes.items())))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Runs in this process are compared bit by bit with runs of the command line, which use one thread."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="module")
 def shop(tmp_path_factory, conversations):
     return Workshop(tmp_path_factory.mktemp("probe"), conversations)
