@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from common.envs import DataError, Message, TaskSet
-from common.envs.household_engine import CLEAN, COOL, HOT, NOTHING, TOGGLEABLE, UNARY, Action, Game, Goal, Grammar, State, plan
+from common.envs.household_engine import CLEAN, COOL, HOT, NOTHING, STATIONS, TOGGLEABLE, UNARY, Action, Game, Goal, Grammar, State, plan
 from common.envs.household_files import TASK_TYPES, read_game, read_json, read_traj
 
 HORIZON, ALFWORLD_HORIZON = 20, 50
@@ -111,15 +111,11 @@ class HouseholdEnv:
         return actions
 
     def oracle_action(self) -> str:
-        """The next response of the oracle from this state, in the form of the demonstrations: in generated tasks a line of thought stands before the command.
-        "look" at the goal. Raises RuntimeError where the goal is out of reach."""
-        actions = self._plan()
-        if not actions or "file" in self.task:
-            return self.game.command(actions[0]) if actions else "look"
-        # a plan that only goes somewhere goes back to the lamp
-        lamp = [Action("toggleobject", o) for o in self.game.goal.lamps]
-        purpose = next(action for action in actions + lamp if action.kind not in ("gotolocation", "openobject"))
-        return f"{aim(self.game, purpose)}\n{self.game.command(actions[0])}"
+        """The next response of the oracle from this state, in the form of the demonstrations: in generated tasks a line of thought stands before a command
+        that treats or delivers a thing. "look" at the goal. Raises RuntimeError where the goal is out of reach."""
+        actions = self._plan() or [Action("look")]
+        purpose = next((action for action in actions if action.kind not in ("gotolocation", "openobject")), actions[0])
+        return ("" if "file" in self.task else aim(self.game, purpose)) + self.game.command(actions[0])
 
     def state_key(self) -> str:
         """32 hex digits; equal for two moments of a task exactly when every rule and text treats them alike. The number of the turn takes no part."""
@@ -262,8 +258,8 @@ THINGS = {
 FAMILIES = ("pick", "look", "clean", "heat", "cool", "two")
 NEEDS = {"clean": (CLEAN, "c", "clean"), "heat": (HOT, "h", "hot"), "cool": (COOL, "f", "cool")}
 ABLE = {"c": UNARY["cleanable"], "h": UNARY["heatable"], "f": UNARY["coolable"]}
-SIZES = {"compact": (6, 5), "full": (12, 12)}  # receptacles, things besides the ones that the task names
-SCENES = 40  # rooms of the training split; as many others are for the unseen evaluation
+SIZES = {"compact": (5, 5), "full": (12, 12)}  # receptacles, things besides the ones that the task names
+SCENES = 20  # rooms of the training split; as many others are for the unseen evaluation
 
 
 def takes(receptacle: str, thing: str) -> bool:
@@ -321,9 +317,8 @@ def _rooms(rng: random.Random, wording: str) -> tuple[list[list[str]], list[list
     found: set[tuple[str, ...]] = set()
     while len(found) < 2 * SCENES:
         chosen = rng.sample(others, more if wording == "compact" else more * 2 // 3)
-        # every family must have a place for its things, and a lamp needs a surface
-        kinds = {kind for r in chosen for kind in RECEPTACLES[r][2].split()}
-        if kinds >= {"food", "dish", "small"} and any(not RECEPTACLES[r][1] for r in chosen):
+        # the appliances take food and dishes; small things need a place too, and a lamp a surface
+        if any("small" in RECEPTACLES[r][2] for r in chosen) and any(not RECEPTACLES[r][1] for r in chosen):
             found.add(tuple(sorted([*STATION.values(), *chosen, *chosen[: more - len(chosen)]])))
     rooms = sorted(found)
     rng.shuffle(rooms)
@@ -386,7 +381,7 @@ def _tasks(seed: int, wording: str) -> tuple[list[dict[str, Any]], list[dict[str
 # ---------------------------------------------------------------- demonstrations
 
 # habits of the careless expert: the chance of each slip where it can happen
-PASSES_DOOR, SKIPS_TREATMENT, WRONG_STATION, FORGETS_DOOR, WRONG_PLACE, STOPS_AT_ONE, LOOKS_ABOUT, NOTICES = 0.3, 0.55, 0.4, 0.3, 0.3, 0.6, 0.06, 0.1
+SKIPS_TREATMENT, STOPS_AT_ONE, WRONG_STATION, WRONG_PLACE, PASSES_DOOR, FORGETS_DOOR, LOOKS_ABOUT, NOTICES = 0.55, 0.6, 0.3, 0.25, 0.2, 0.15, 0.02, 0.1
 OTHER_STATION = {"sink": "fridge", "microwave": "fridge", "fridge": "microwave"}
 
 
@@ -403,11 +398,12 @@ class _Expert:
         self.game, self.family, self.layout = self.env.game, task["family"], task["layout"]
         self.known: dict[int, int] = {}  # thing -> receptacle in which it was seen
         self.searched: set[int] = set()
-        self.aim = ""  # what the next commands are for
+        self.aim = ""  # the thought before the next commands
 
     def do(self, kind: str, *entities: int) -> None:
         """Executes a command, perhaps looks about. Raises _Over at the end of the episode."""
-        self.messages.append({"role": "assistant", "content": f"{self.aim}\n{self.game.command(Action(kind, *entities))}"})
+        thought = "" if kind == "look" else self.aim
+        self.messages.append({"role": "assistant", "content": thought + self.game.command(Action(kind, *entities))})
         observation, _, terminated, truncated, _ = self.env.step(self.messages[-1]["content"])
         if terminated or truncated:
             raise _Over
@@ -442,7 +438,7 @@ class _Expert:
 
     def locate(self, wanted: Collection[int]) -> int:
         """One of the wanted things, in front of its open receptacle; the one at hand where there are several."""
-        self.aim = aim(self.game, Action("pickupobject", min(wanted)))
+        self.aim = ""
         while not (found := [o for o in sorted(wanted) if o in self.known]):
             self.search()
         thing = min(found, key=lambda o: self.env.state.at not in self.game.where[self.known[o]])
@@ -486,8 +482,7 @@ class _Expert:
         if wanted and goal.count == 2 and not self.slip(STOPS_AT_ONE):
             self.bring(wanted, target)
         # the episode goes on, so something is wrong; mostly the expert does not see what
-        for _ in range(3):
-            self.aim = "done"
+        for _ in range(2):
             self.do("look")
             if self.slip(NOTICES):
                 self.slip = lambda p: False
@@ -497,12 +492,11 @@ class _Expert:
 
 
 def aim(game: Game, action: Action) -> str:
-    """The thought of demonstrations: what is being done, in the words that the next commands need."""
+    """The line of thought before commands that lead to this action: in a treatment and a delivery the words that they need, nothing in a search."""
     kind, o, r = action
-    word = game.names[o].split()[0]
-    if kind in ("pickupobject", "toggleobject"):
-        return f"find {word}"
-    return f"put {game.names[o]} {game.names[r]}" if kind == "putobject" else f"{kind.removesuffix('object')} {game.names[o]}"
+    if kind == "putobject":
+        return f"put {game.names[o]} {game.names[r]}\n"
+    return f"{kind.removesuffix('object')} {game.names[o]}\n" if kind in STATIONS else ""
 
 
 def _conversation(task: dict[str, Any], slip: Callable[[float], bool]) -> list[Message]:
