@@ -725,6 +725,10 @@ def main(args: Any) -> Run:
             tokenizer.save_pretrained(run.folder / "policy")
             before, now = (splits(m["train"], m["held"], touched, unknown, other_facts) for m in (base, after))
             rate = [m["train"][:, 1] / m["train"][:, 0] for m in (base, after)]  # NaN without a graded answer
+
+            def measured(x: torch.Tensor) -> float | None:
+                return None if x.isnan() else float(x)
+
             report = {
                 "channel": args.channel, "seed": args.seed, "cap": args.max_new_tokens, "updates": args.num_updates, "base_samples": args.base_samples,
                 "measure_samples": args.measure_samples, "before": before, "after": now,
@@ -732,7 +736,7 @@ def main(args: Any) -> Run:
                 "gain_by_prior_solves": gain_by_prior_solves(base["prior"], args.base_samples, *rate),
                 "training": phases(read_jsonl(run.folder / "metrics.jsonl"), args.num_updates),
                 "per_problem": [
-                    {"id": task["id"], "prior_solves": int(k), "touched": bool(t), "before": float(b), "after": float(a)}
+                    {"id": task["id"], "prior_solves": int(k), "touched": bool(t), "before": measured(b), "after": measured(a)}
                     for task, k, t, b, a in zip(problems, base["prior"], touched, *rate)
                 ],
             }  # fmt: skip

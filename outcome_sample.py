@@ -224,7 +224,7 @@ def draw(args: Any, models: dict[str, str], tasks: envs.TaskSet, problems: dict[
         verdict = "counted as wrong" if args.ungraded == "wrong" else "not in the records, which are incomplete without them"
         print(f"{total['ungraded']} answers could not be graded: {verdict}. They are listed in {out}.ungraded.jsonl", file=sys.stderr)
         if args.ungraded == "error":
-            print("run the same command again to try them once more, or with --ungraded wrong", file=sys.stderr)
+            print("run the same command again to try them once more, or write to another --out with --ungraded wrong", file=sys.stderr)
             return 1
     return 0
 
