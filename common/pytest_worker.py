@@ -108,21 +108,32 @@ def limits() -> list[object]:
     return [*(resource.getrlimit(kind) for kind in kinds), os.getpriority(os.PRIO_PROCESS, 0), sorted(os.sched_getaffinity(0))]
 
 
-def clean_up() -> bool:
-    """Removes what a run left, but for the empty work folder. Whether nothing else is there any more."""
-    for root in ROOTS:
-        for entry in os.scandir(root):
-            if entry.is_dir(follow_symlinks=False):
-                shutil.rmtree(entry.path)
-            else:
-                os.unlink(entry.path)
+def paths() -> set[str]:
+    """Everything under the roots, as far as their own file systems reach: a mounted interpreter is named, not entered."""
+    found, folders = set(), list(ROOTS)
+    while folders:
+        folder = folders.pop()
+        device = os.lstat(folder).st_dev
+        for entry in os.scandir(folder):
+            found.add(entry.path)
+            if entry.is_dir(follow_symlinks=False) and os.lstat(entry.path).st_dev == device:
+                folders.append(entry.path)
+    return found
+
+
+def clean_up(kept: set[str]) -> bool:
+    """Removes what a run left, but for `kept` (the way to an interpreter under /tmp) and the empty work folder. Whether nothing else is there any more."""
+    for path in sorted(paths() - kept):
+        if os.path.isdir(path) and not os.path.islink(path):
+            shutil.rmtree(path)
+        elif os.path.lexists(path):  # it may have gone with its folder
+            os.unlink(path)
     os.mkdir(FOLDER)
     for kind in ("shm", "sem", "msg"):
         with open(f"/proc/sysvipc/{kind}") as file:
             if len(file.readlines()) > 1:
                 return False
-    left = [name for root in ROOTS for name in os.listdir(root)]
-    return left == [os.path.basename(FOLDER)] and [name for name in os.listdir("/proc") if name.isdigit()] == ["1"]
+    return paths() == kept | {FOLDER} and [name for name in os.listdir("/proc") if name.isdigit()] == ["1"]
 
 
 def waiting() -> bool:
@@ -150,7 +161,7 @@ def wait_for(child: int) -> int:
 
 def serve() -> None:
     """Forks a child for each request, which returns; the server itself never does."""
-    before = limits()
+    before, kept = limits(), paths() - {FOLDER}
     gc.collect()
     gc.freeze()
     os.write(1, b"ready\n")
@@ -168,7 +179,7 @@ def serve() -> None:
                 strays += 1
         good = False
         with contextlib.suppress(Exception):
-            good = clean_up() and not strays and limits() == before
+            good = clean_up(kept) and not strays and limits() == before
         os.write(1, b"%d %d\n" % (status, good))
         if not good:
             break
@@ -183,13 +194,12 @@ def main(mode: str, options: list[str]) -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # a handler would make the signal deliverable from inside
         os.set_inheritable(REPORT_FD, True)
         resource.setrlimit(resource.RLIMIT_MSGQUEUE, (0, 0))
-        folder = FOLDER
-        os.mkdir(folder)
+        folder, kept = FOLDER, paths()
         with open("/tmp/test_warm.py", "w") as file:  # a session imports much late: here, once
             file.write("def test_warm():\n    assert [1] == [2]\n")
         pytest.main([*OPTIONS, *options, "--rootdir", "/tmp", "--confcutdir", "/tmp", "/tmp/test_warm.py"])
         sys.modules.pop("test_warm")
-        if not clean_up():
+        if not clean_up(kept):
             sys.exit("the box is not empty at its start")
         os.chdir(folder)  # pytest looks for tests from here
     else:

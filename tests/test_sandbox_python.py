@@ -137,7 +137,7 @@ def test_a_worker_serves_many_runs_and_each_finds_an_empty_folder(started):
         result = suite(f"""
             import os, sys
             def test_alone():
-                assert sorted(os.listdir(".")) == ["a.py", "test_a.py"] and os.listdir("/tmp") == ["box"] and os.listdir("/dev/shm") == []
+                assert sorted(os.listdir(".")) == ["a.py", "test_a.py"] and not os.path.exists("/tmp/left") and os.listdir("/dev/shm") == []
                 assert not hasattr(sys, "mark")
                 sys.mark = {i}
                 open("left", "w").write("x"), open("/tmp/left", "w").write("x"), open("/dev/shm/left", "w").write("x")
@@ -145,6 +145,28 @@ def test_a_worker_serves_many_runs_and_each_finds_an_empty_folder(started):
         """)  # fmt: skip
         assert result.passed, result
     assert len(started) == 1
+
+
+@pytest.mark.usefixtures("isolated")
+def test_a_worker_whose_interpreter_lies_under_tmp_is_cleaned_all_the_same(started, tmp_path, monkeypatch):
+    deep = tmp_path / "venv"
+    deep.mkdir()
+    (deep / "licence.txt").write_text("read only")
+    binds = sandbox._interpreter_binds()
+    for folder in ("/tmp/way", "/tmp/way/to"):
+        binds += ["--perms", "0755", "--dir", folder]
+    monkeypatch.setattr(sandbox, "_interpreter_binds", lambda: [*binds, "--ro-bind", str(deep), "/tmp/way/to/venv"])
+    sandbox_pytest.close_workers()
+    for _ in range(3):
+        result = suite("""
+            import os
+            def test_alone():
+                assert not os.path.exists("/tmp/left") and os.listdir("/tmp/way/to/venv") == ["licence.txt"]
+                os.makedirs("/tmp/left/deep"); open("/tmp/left/deep/file", "w").close()
+        """)
+        assert result.passed, result
+    assert len(started) == 1
+    sandbox_pytest.close_workers()
 
 
 @pytest.mark.usefixtures("isolated")
