@@ -381,7 +381,7 @@ def _tasks(seed: int, wording: str) -> tuple[list[dict[str, Any]], list[dict[str
 # ---------------------------------------------------------------- demonstrations
 
 # habits of the careless expert: the chance of each slip where it can happen
-SKIPS_TREATMENT, STOPS_AT_ONE, WRONG_STATION, WRONG_PLACE, PASSES_DOOR, FORGETS_DOOR, LOOKS_ABOUT, NOTICES = 0.55, 0.6, 0.3, 0.25, 0.2, 0.15, 0.02, 0.1
+SKIPS_TREATMENT, STOPS_AT_ONE, WRONG_STATION, WRONG_PLACE, PASSES_DOOR, FORGETS_DOOR, LOOKS_ABOUT, NOTICES = 0.55, 0.6, 0.3, 0.2, 0.1, 0.1, 0.02, 0.1
 OTHER_STATION = {"sink": "fridge", "microwave": "fridge", "fridge": "microwave"}
 
 
