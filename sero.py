@@ -44,7 +44,7 @@ from common.engine import EngineError, Sampling, make_engine
 from common.packing import EMPTY, PackedBatch, check_packing, forward_hidden, micro_batches, pack_rows
 from common.policies import PolicyError, TinyConfig, load_policy, stop_token_ids
 from common.processes import Processes, full_weights, load_training_state, no_sync, training_state
-from common.run import ArgumentError, Panel, Run, RunError, distributed, is_maximum, parse_args, read_jsonl, reduce_metrics
+from common.run import ArgumentError, Panel, Run, RunError, distributed, is_maximum, parse_args, read_jsonl, reduce_metrics, write_atomic
 from common.viewer import write_credit_html
 from kernels.segment_scan import segment_cumsum, segment_scan, segment_stats
 
@@ -325,6 +325,7 @@ class Branch:
     spans: list[tuple[int, int]] = field(default_factory=list)  # tokens of each command, the stop token included
     oracle_return: float = 0.0
     policy_return: float = 0.0  # of the policy, from the same state with the same horizon
+    update: int = 0  # in which it was executed
 
 
 def continue_by_oracle(
@@ -384,6 +385,18 @@ def read_bank(path: str, vocab_size: int) -> list[Branch]:
     if not out:
         raise envs.DataError(f"--frozen-bank {path}: no branch in it; run longer with --save-bank")
     return out
+
+
+def trim_bank(path: Path, updates: int) -> None:
+    """Keeps the branches of a bank's first `updates` updates: what an interrupted run wrote after its checkpoint comes again, a torn last line too."""
+    kept = []
+    for number, line in enumerate(path.read_text().splitlines(keepends=True), 1):
+        try:
+            if line.endswith("\n") and json.loads(line)["update"] < updates:
+                kept.append(line)
+        except (ValueError, TypeError, KeyError) as e:
+            raise envs.DataError(f"--save-bank {path}, line {number}: not a branch of --save-bank ({e}); name the file of the resumed run") from e
+    write_atomic(path, "".join(kept).encode())
 
 
 # ------------------------------------------------------------- the paper's functions: tensors in, tensors and metrics out
@@ -881,6 +894,8 @@ def main(args: Args) -> Run:
         first_update, state = run.load_checkpoint()
         load_training_state(bare, optimizer, state)
         steps_taken = state["steps_taken"]
+        if args.save_bank and processes.is_main and Path(args.save_bank).exists():
+            trim_bank(Path(args.save_bank), first_update)
 
     def evaluate() -> dict[str, float]:
         """Greedy success on the evaluation split: seen and unseen scenes, task families."""
@@ -920,7 +935,8 @@ def main(args: Args) -> Run:
             for pick in sorted(rng.choice(len(reached), min(args.roots_per_group, len(reached)), replace=False).tolist()):
                 e, t = reached[pick]
                 own = sum(gains(turn.reward, turn.info) for turn in e.turns[t:])
-                chosen.append((Branch(group, e.sample, t, e.task["id"], e.prompt_ids + e.token_ids[: e.turns[t].start], policy_return=own), e))
+                history = e.prompt_ids + e.token_ids[: e.turns[t].start]
+                chosen.append((Branch(group, e.sample, t, e.task["id"], history, policy_return=own, update=update), e))
 
         def execute(pair: tuple[tuple[Branch, Episode], envs.Env]) -> bool:
             (branch, e), game = pair

@@ -4,6 +4,7 @@ import functools
 import json
 import math
 import re
+import shutil
 
 import pytest
 import script_runner
@@ -127,6 +128,23 @@ def test_frozen_bank(shop):
     bank.write_text(lines[0] + "\n" + lines[0][:40] + "\n")
     r = shop.run(frozen_bank=str(bank), oracle="sero", seed=3)
     assert r.code == 1 and "bank.jsonl, line 2: not a branch" in r.output
+
+
+def test_a_resumed_run_writes_each_branch_once(shop):
+    bank = shop.folder / "resumed.jsonl"
+    run = shop.run(save_bank=str(bank), num_updates=4, save_every=2, eval_every=2)
+    run.ok()
+    whole = bank.read_bytes()
+    assert {json.loads(line)["update"] for line in whole.splitlines()} == {0, 1, 2, 3}
+    shutil.rmtree(newest_checkpoint(run.folder)[0])  # as if it had been stopped in its third update, while it wrote a branch
+    bank.write_bytes(whole + whole[:50])
+    again = shop.resume(run.folder)
+    again.ok()
+    assert bank.read_bytes() == whole
+    shutil.rmtree(newest_checkpoint(run.folder)[0])
+    bank.write_text("something else\n")
+    again = shop.resume(run.folder)
+    assert again.code == 1 and "resumed.jsonl, line 1: not a branch" in again.output
 
 
 def test_study(shop):
