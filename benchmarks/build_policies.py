@@ -14,7 +14,15 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from common import envs, policies
 
 # script whose warm start it is, environment family
-SHIPPED = [("mrtpo", "sql"), ("mrtpo", "instructions"), ("mrtpo", "tools"), ("mpo", "search"), ("sero", "household"), ("fork", "rubric"), ("outcome_probe", "maths")]
+SHIPPED = [
+    ("mrtpo", "sql"),
+    ("mrtpo", "instructions"),
+    ("mrtpo", "tools"),
+    ("mpo", "search"),
+    ("sero", "household"),
+    ("fork", "rubric"),
+    ("outcome_probe", "maths"),
+]
 
 
 def main() -> None:
