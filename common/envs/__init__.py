@@ -83,6 +83,7 @@ FAMILIES = {
     "rubric": "common.envs.rubric",
     "maths": "common.envs.maths",
     "repo": "common.envs.repo",
+    "editing": "common.envs.editing",
 }
 
 
