@@ -681,7 +681,7 @@ def check_args(args: Args) -> None:
     if args.num_minibatches > args.groups_per_update:
         raise ArgumentError(f"--num-minibatches {args.num_minibatches}: more than the {args.groups_per_update} groups of an update")
     if args.qat and args.rollout_format == "bf16":
-        raise ArgumentError("--qat with --rollout-format bf16: there is no rounding to follow; use --no-qat, or an 8-bit or 4-bit format")
+        raise ArgumentError("--qat with --rollout-format bf16: there is no rounding to follow; use --qat False, or an 8-bit or 4-bit format")
 
 
 def main(args: Args) -> Run:
@@ -739,7 +739,7 @@ def main(args: Args) -> Run:
     rollout_format = ("auto" if engine_kind == "vllm" else "fp8_e4m3") if only_kv else args.rollout_format
     engine = make_engine(engine_kind, engine_lm, tokenizer, max_model_len=context, rollout_format=rollout_format, **options)
     rules = (
-        {"fmt": "fp8_e4m3", "linears": False, "kv_scale": 1.0 if engine_kind == "vllm" else None}
+        {"fmt": "fp8_e4m3", "linears": False, "kv_scale": 1.0 if engine_kind == "vllm" else None, "kv_truncate": engine_kind == "vllm" and device.type == "cpu"}
         if only_kv
         else {"fmt": args.rollout_format, "through_bf16": engine_kind == "vllm"}
     )

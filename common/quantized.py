@@ -33,24 +33,36 @@ class _Bfloat16(torch.autograd.Function):
         return grad
 
 
-def as_stored(x: torch.Tensor, fmt: str, kind: str, scale: float | None = None) -> torch.Tensor:
+class _TowardZero(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, fmt):
+        y = x.float()
+        spacing = (y.view(torch.int32) & 0x7F800000).clamp_(min=(127 + fmt.min_exponent) << 23).sub_(fmt.mantissa << 23).view(torch.float32)
+        return (torch.trunc(y / spacing) * spacing).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+def as_stored(x: torch.Tensor, fmt: str, kind: str, scale: float | None = None, truncate: bool = False) -> torch.Tensor:
     """x as the format holds it, in x's shape and dtype, straight-through gradient. kind: "weight" [M, N], "input" [.., N] or "kv" [.., head_dim].
 
-    scale: fixed scale of kind "kv" instead of one per token and head.
-
+    scale: fixed scale of kind "kv" instead of one per token and head. truncate: to the next value toward zero instead of the nearest, for an FP8 format and
+    a scale that is a power of two.
     Raises ValueError for an unknown format, and (on a CPU) for values that are not finite.
     """
     if fmt == "bf16":
         return _Bfloat16.apply(x)
     if kind == "kv":
-        return quantize_dequantize_kv(x, fmt, scale)
+        return quantize_dequantize_kv(_TowardZero.apply(x, FORMATS[fmt]) if truncate else x, fmt, scale)
     return quantize_dequantize(x, fmt, (128, 128) if kind == "weight" else (1, 128))
 
 
 def kv_as_stored(module: torch.nn.Module, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values [.., head_dim] as an attention module reads them back from the cache; unchanged outside of `quantized`."""
     rule = getattr(module, "kv_format", None)
-    return (key, value) if rule is None else (as_stored(key, rule[0], "kv", rule[1]), as_stored(value, rule[0], "kv", rule[1]))
+    return (key, value) if rule is None else (as_stored(key, rule[0], "kv", *rule[1:]), as_stored(value, rule[0], "kv", *rule[1:]))
 
 
 @contextmanager
@@ -60,6 +72,7 @@ def quantized(
     linears: bool = True,
     kv: bool = True,
     kv_scale: float | None = None,
+    kv_truncate: bool = False,
     output: torch.dtype | None = None,
     through_bf16: bool = False,
     frozen: bool = False,
@@ -67,9 +80,9 @@ def quantized(
     """Runs `lm` (a causal LM of transformers, the bare module also where DDP or FSDP2 wraps it) in the format. None: as it is.
 
     linears, kv: the linear layers, the cache; kv_scale: a fixed scale for the whole cache, as vLLM's "fp8" cache has (1.0), instead of one per token and
-    head. output: dtype that every linear layer's result is rounded to, as the kernels of a GPU do. through_bf16: weights are rounded to bfloat16 first, as an
-    engine holds them that was given them so. frozen: quantise the weights once, on entry and
-    without gradient, for many forward passes with the same weights.
+    head; kv_truncate: keys and values go to the next value toward zero, as vLLM 0.32's CPU kernels store them. output: dtype that every linear layer's
+    result is rounded to, as the kernels of a GPU do. through_bf16: weights are rounded to bfloat16 first, as an engine holds them that was given them so.
+    frozen: quantise the weights once, on entry and without gradient, for many forward passes with the same weights.
     Raises ValueError for an unknown format, for a model with weights elsewhere than in linear layers (fused experts), or where a context is already open.
     """
     if fmt is None:
@@ -105,7 +118,7 @@ def quantized(
         for module in layers:
             module.forward = forward_of(module)
         for module in attentions:
-            module.kv_format = fmt, kv_scale
+            module.kv_format = fmt, kv_scale, kv_truncate
         yield
     finally:
         for module in layers:

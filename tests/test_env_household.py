@@ -367,8 +367,8 @@ def test_rules_by_hand():
         ("go to lamp", NOTHING),
         ("go to table", "On table: nothing."),
     ]:
-        assert env.step(command)[0] == expected, command
-    assert env.step("move mug to table")[:4] == ("Moved mug to table.", 1.0, True, False)
+        assert env.step(command)[0] == (expected if expected == NOTHING else f"{expected} Task: mug in table."), command
+    assert env.step("move mug to table")[:4] == ("Moved mug to table. Task: mug in table.", 1.0, True, False)
 
 
 def test_full_wording_says_the_same():
@@ -606,7 +606,7 @@ def test_careless_expert_fails_often_and_in_every_way():
         total[task["family"]] += 1
         commands = [household.command_in(m["content"]) for m in conversation if m["role"] == "assistant"]
         answers = [m["content"] for m in conversation[3::2]]
-        closed = [i for i, a in enumerate(answers) if a.endswith("is closed.")]
+        closed = [i for i, a in enumerate(answers) if "is closed." in a]
         seen["nothing"] += NOTHING in answers
         seen["passed"] += any(not commands[i + 1].startswith("open") for i in closed)
         seen["untreated"] += task["family"] in household.NEEDS and not any(c.startswith(("clean", "heat", "cool")) for c in commands)

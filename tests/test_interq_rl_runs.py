@@ -3,7 +3,10 @@
 import functools
 import json
 import math
+import os
 import re
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -12,7 +15,7 @@ import torch
 from conftest import need_module
 from multi_turn_runs import Workshop, equal, near
 
-from common.run import newest_checkpoint
+from common.run import newest_checkpoint, read_jsonl
 from interq_rl import PRESETS
 
 
@@ -134,3 +137,34 @@ def test_bad_values(shop):
             need_module("vllm")
         r = shop.run(**changes)
         assert r.code == 1 and text in r.output, (changes, r.output)
+
+
+def test_real_command_with_vllm_and_its_8_bit_cache(tmp_path):
+    """vLLM on a CPU keeps its cache in FP8; a learner that rounds keys and values in the same way, with the scale of 1 that vLLM takes, is nearer."""
+    need_module("vllm")
+    k3 = {}
+    for qat in ("True", "False"):
+        out = tmp_path / qat
+        command = [
+            sys.executable,
+            "interq_rl.py",
+            "--engine",
+            "vllm",
+            "--rollout-format",
+            "fp8_kv",
+            "--qat",
+            qat,
+            "--num-updates",
+            "2",
+            "--groups-per-update",
+            "4",
+        ]
+        command += ["--group-size", "4", "--eval-tasks", "4", "--max-turns", "6", "--max-new-tokens", "24", "--learning-rate", "1e-5", "--out", str(out)]
+        environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}  # vLLM cannot load where Triton is interpreted
+        ended = subprocess.run(command, cwd=script_runner.ROOT, env=environment, capture_output=True, text=True, timeout=1500)
+        assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-3000:]
+        lines = read_jsonl(out / "metrics.jsonl")
+        assert [line["step"] for line in lines] == [0, 1, 2]
+        k3[qat] = lines[1]["rollout/k3"]
+        assert 0 < k3[qat] < 0.1 and lines[1]["interq/weight_max"] > 1
+    assert k3["True"] < 0.5 * k3["False"], k3

@@ -34,6 +34,19 @@ def logprobs(lm, batch):
     return lm.lm_head(forward_hidden(lm, batch)).log_softmax(-1).gather(1, batch.target_ids[:, None])[:, 0]
 
 
+def test_truncated_keys_go_to_the_next_value_toward_zero():
+    grid = torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn).double()
+    grid = grid[grid.isfinite()]
+    x = torch.cat([torch.randn(500) * s for s in (1e-3, 0.02, 1.0, 100.0)] + [grid.float(), torch.tensor([500.0, -1e4, 1.0625, -1.07, 0.002, 1e-4])])
+    want = [max((g for g in grid.tolist() if abs(g) <= abs(v) and g * v >= 0), key=abs) for v in x.tolist()]  # the slow, obvious rule
+    x.requires_grad_(True)
+    stored = as_stored(x[None], "fp8_e4m3", "kv", 1.0, truncate=True)[0]
+    assert stored.tolist() == pytest.approx(want, abs=0)
+    stored.sum().backward()
+    assert torch.equal(x.grad, torch.ones_like(x))
+    assert not torch.equal(as_stored(x[None], "fp8_e4m3", "kv", 1.0)[0], stored)
+
+
 @pytest.mark.parametrize("fmt", [f for f in EMULATED if f != "bf16"])
 def test_a_linear_layer_computes_with_the_dequantised_codes_bit_by_bit(fmt):
     lm = build()

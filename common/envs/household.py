@@ -190,6 +190,7 @@ def _grammar(compact: bool) -> Grammar:
         }
         answers = ["#see#", "#see#", "{r.name} is closed.", "Took {o.name}.", "Moved {o.name} to {r.name}."]
         answers += ["{o.name} is clean.", "{o.name} is hot.", "{o.name} is cold.", "{o.name} is on.", "#see#", "#thing#", "#carry#", "#where#"]
+        answers = [answer + " Task: #task#" for answer in answers]  # a small model does not look back far
     else:
         room = "[{r.indefinite + ' ' + r.name | receptacleatlocation(r:receptacle, l:location)}]"
         around = f"You are in the middle of a room. Looking quickly around you, you see {room}."
@@ -266,7 +267,10 @@ def takes(receptacle: str, thing: str) -> bool:
     return THINGS[thing][1] in RECEPTACLES[receptacle][2].split()
 
 
-def _sentence(family: str, thing: str, target: str) -> str:
+def _sentence(family: str, thing: str, target: str, compact: bool) -> str:
+    if compact:
+        first = "two " if family == "two" else NEEDS[family][2] + " " if family in NEEDS else ""
+        return f"{first}{thing} {'at' if family == 'look' else 'in'} {target}."
     if family == "look":
         return f"examine the {thing} with the {target}."
     if family == "two":
@@ -306,7 +310,7 @@ def build(task: dict[str, Any]) -> Game:
         start=start,
         goal=goal,
         grammar=GRAMMARS[task["wording"]],
-        task=_sentence(family, *shown),
+        task=_sentence(family, *shown, compact),
     )
 
 
