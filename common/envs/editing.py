@@ -49,13 +49,17 @@ from common.envs.editing_films import (
 from common.envs.editing_judges import (
     TOOLS,
     check_edit,
+    compact_shot,
     distance,
+    loud_word,
     mixing_score,
+    number,
     outcome,
     outcome_prompt,
     parse,
     parts_of_score,
     process_prompt,
+    read_edit,
     rule_outcome,
     rule_process,
     rule_process_votes,
@@ -449,41 +453,6 @@ EXAMPLES = {
     "RC": {"spans": {"s01": [0.5, 3.0]}},
     "FC": {"sound": {"s01": {"gain": -4, "music": -20}}, "joins": {"s01": {"type": "lcut", "seconds": 0.8}}},
 }
-
-
-def number(word: str) -> float | None:
-    """A finite decimal number in plain notation, else None."""
-    return float(word) if re.fullmatch(r"[+-]?\d{1,6}(\.\d{1,6})?", word, re.ASCII) else None
-
-
-def read_edit(text: str) -> tuple[Any, str]:
-    """(the JSON value, "") or (None, what is wrong); NaN and infinities are refused."""
-
-    def refuse(name: str) -> None:
-        raise ValueError(f"{name} is not JSON")
-
-    try:
-        return json.loads(text, parse_constant=refuse), ""
-    except RecursionError:
-        return None, "nested too deeply"
-    except ValueError as error:
-        return None, f"not JSON ({error})"
-
-
-def loud_word(shot: dict[str, Any]) -> str:
-    return {LEVEL - STEP: "soft", LEVEL: "even", LEVEL + STEP: "loud"}.get(shot["loudness"], f"{shot['loudness']:g} LUFS")
-
-
-def compact_shot(task: dict[str, Any], key: str) -> str:
-    """What the family's decision needs, in as few words as possible."""
-    shot = task["material"][key]
-    if task["family"] == "CS":
-        return f"shot {key} {shot['tone']}"
-    if task["family"] == "NS":
-        return f"{shot['story']} {key}"
-    if task["family"] == "RC":
-        return f"shot {key} " + " , ".join(f"{p['name']} {p['in']:g} {p['out']:g}" for p in shot["parts"])
-    return f"shot {key} {loud_word(shot)} ends {shot['ends']}"
 
 
 # ---------------------------------------------------------------------------------------------------------- experts

@@ -31,7 +31,8 @@ JOINS = {"cut": 0.0, "fade": 1.0, "dissolve": 0.5, "lcut": 0.8, "jcut": 0.8, "br
 ENDS = {"run": "cut", "dark": "fade", "dream": "dissolve", "talk": "lcut", "door": "jcut", "wind": "bridge"}  # how a shot ends -> the transition that fits
 MAX_GAIN, MAX_JOIN = 24.0, 3.0  # dB either way, seconds
 LEVEL, STEP = -18.0, 6.0  # LUFS of an even shot, dB between soft, even and loud
-COMPACT_TURNS = {"CS": 12, "NS": 12, "RC": 12, "FC": 24}
+COMPACT_TURNS = {"CS": 12, "NS": 12, "RC": 12, "FC": 24}  # budgets of compact tasks
+SPARE = {"CS": 2.0, "NS": 2.0, "RC": 2.0, "FC": 2.5}  # budget of other tasks over what the expert needs, at least 12 turns [deduced]; calls: twice the turns
 
 TONES = "calm tense sad warm bleak merry".split()
 MOTIONS = ("still", "slow", "fast")
@@ -209,19 +210,24 @@ def make_task(film: dict[str, Any], block: dict[str, Any], family: str, split: s
     }  # fmt: skip
     if family == "FC":
         task["spans"] = {key: list(reference["spans"][key]) for key in ids}  # of the locked picture
-    turns = COMPACT_TURNS[family] if compact else 2 * expert_turns(task)
-    return {**task, "budget": turns, "tools": 2 * turns, "difficulty": expert_turns(task)}
+    needed = expert_turns(task)
+    turns = COMPACT_TURNS[family] if compact else max(12, math.ceil(SPARE[family] * needed))
+    return {**task, "budget": turns, "tools": 2 * turns, "difficulty": needed}
 
 
 def expert_turns(task: dict[str, Any]) -> int:
-    """Turns that the scripted expert needs: it looks at each shot (two candidates a turn in large CS tasks), makes each edit, and submits."""
-    shots, true, at_once = len(task["shots"]), task["true"], 1 if task["compact"] else 2
+    """Turns that the scripted expert needs: it looks at each shot (three candidates a turn in large CS tasks), makes each edit, and submits."""
+    shots, true = task["shots"], task["true"]
     if task["family"] == "CS":
-        return -(-shots // at_once) + len(true["select"]) + 1
+        at_once = 1 if task["compact"] else 3
+        looks = [shots[i : i + at_once] for i in range(0, len(shots), at_once)]
+        takes = sum(1 if not task["compact"] else len(set(look) & set(true["select"])) for look in looks if set(look) & set(true["select"]))
+        return len(looks) + takes + 1
     if task["family"] in ("NS", "RC"):
-        return 2 * shots + 1
+        changed = [key for key in shots if task["family"] == "NS" or true["spans"][key] != [0, task["material"][key]["duration"]]]
+        return len(shots) + len(changed) + 1
     edits = sum((s["gain"] != 0) + (s["music"] is not None) for s in true["sound"].values()) + sum(j["type"] != "cut" for j in true["joins"].values())
-    return shots * (1 if task["compact"] else 2) + edits + 1 + task["preview"]
+    return len(shots) + edits + 1 + task["preview"]
 
 
 def describe(family: str, edit: dict[str, Any], compact: bool = False) -> str:

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 import math
 import random
 import re
 from collections.abc import Sequence
 from typing import Any
 
-from common.envs.editing_films import ENDS, HOURS, JOINS, STORY, check_join, check_sound, check_span, describe
+from common.envs.editing_films import ENDS, HOURS, JOINS, LEVEL, STEP, STORY, check_join, check_sound, check_span, describe
 from common.judges import Request, fence, object_schema
 
 LOOKING = ("list", "look", "play", "render")
@@ -94,6 +95,25 @@ def sound_of(edit: dict[str, Any], key: str) -> tuple[float, float | None]:
 def join_of(edit: dict[str, Any], key: str) -> tuple[str, float]:
     row = edit["joins"].get(key, {"type": "cut"})
     return row["type"], float(row.get("seconds", JOINS[row["type"]]))
+
+
+def number(word: str) -> float | None:
+    """A finite decimal number in plain notation, else None."""
+    return float(word) if re.fullmatch(r"[+-]?\d{1,6}(\.\d{1,6})?", word, re.ASCII) else None
+
+
+def read_edit(text: str) -> tuple[Any, str]:
+    """(the JSON value, "") or (None, what is wrong); NaN and infinities are refused."""
+
+    def refuse(name: str) -> None:
+        raise ValueError(f"{name} is not JSON")
+
+    try:
+        return json.loads(text, parse_constant=refuse), ""
+    except RecursionError:
+        return None, "nested too deeply"
+    except ValueError as error:
+        return None, f"not JSON ({error})"
 
 
 # ------------------------------------------------------------------------------------------------------------- scorers
@@ -306,6 +326,22 @@ def show_shot(task: dict[str, Any], key: str) -> str:
     parts += [f"ends on {shot['ends']}"] if "ends" in shot else []
     parts += [f"{p['name']} {p['in']:g} to {p['out']:g} s" for p in shot.get("parts", [])]
     return " | ".join(parts)
+
+
+def loud_word(shot: dict[str, Any]) -> str:
+    return {LEVEL - STEP: "soft", LEVEL: "even", LEVEL + STEP: "loud"}.get(shot["loudness"], f"{shot['loudness']:g} LUFS")
+
+
+def compact_shot(task: dict[str, Any], key: str) -> str:
+    """What the family's decision needs, in as few words as possible."""
+    shot = task["material"][key]
+    if task["family"] == "CS":
+        return f"shot {key} {shot['tone']}"
+    if task["family"] == "NS":
+        return f"{shot['story']} {key}"
+    if task["family"] == "RC":
+        return f"shot {key} " + " , ".join(f"{p['name']} {p['in']:g} {p['out']:g}" for p in shot["parts"])
+    return f"shot {key} {loud_word(shot)} ends {shot['ends']}"
 
 
 JUDGE_INTRO = {
