@@ -65,9 +65,9 @@ class Args:
     """compute common beginnings of episodes once instead of once per episode (exact); auto: on where the model allows it"""
     seed: int = 1
     """seed of data order and sampling; every turn has its own stream from (seed, update, task, sample, turn)"""
-    num_updates: int = 60
+    num_updates: int = 20
     """rollout-and-update rounds [paper: 400]"""
-    eval_every: int = 5
+    eval_every: int = 4
     """updates between evaluations on the unseen split (0: only at the start and the end)"""
     eval_tasks: int = 128
     """evaluation tasks, greedy decoding by the executor in its rollout format"""
@@ -90,7 +90,7 @@ class Args:
     """length limit of one assistant message"""
     temperature: float = 1.0
     """of sampling and of every log-prob in the loss"""
-    learning_rate: float = 5e-4
+    learning_rate: float = 1e-3
     """constant after the warm-up; for the tiny policy (paper-size models: about 1e-6) [deduced]"""
     lr_warmup_updates: int = 5
     """linear warm-up of the learning rate [deduced]"""

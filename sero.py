@@ -68,13 +68,13 @@ class Args:
     """compute common beginnings of episodes once instead of once per episode (exact); auto: on where the model allows it"""
     seed: int = 1
     """seed of data order and sampling; every turn has its own stream from (seed, update, task, sample, turn)"""
-    num_updates: int = 60
+    num_updates: int = 20
     """rollout-and-update rounds"""
     extra_steps: int = 0
     """further rounds after them: with --oracle none the control that gets as many environment steps as the oracle took [paper: 15]"""
-    eval_every: int = 10
+    eval_every: int = 4
     """updates between evaluations on the unseen split (0: only at the start and the end)"""
-    eval_tasks: int = 256
+    eval_tasks: int = 128
     """evaluation tasks, greedy decoding"""
     save_every: int = 25
     """updates between checkpoints (0: only at the end and when interrupted)"""
@@ -95,7 +95,7 @@ class Args:
     """length limit of one assistant message"""
     temperature: float = 1.0
     """of sampling and of every log-prob in the loss"""
-    learning_rate: float = 5e-4
+    learning_rate: float = 1e-3
     """constant after the warm-up; for the tiny policy (paper-size models: about 1e-6) [deduced]"""
     lr_warmup_updates: int = 5
     """linear warm-up of the learning rate [deduced]"""

@@ -51,13 +51,13 @@ PLANS = {
             "root_only: --oracle root_only",
             "full_flat: --oracle full_flat",
             "sero: --oracle sero",
-            "budget: --oracle none --extra-steps 4",
+            "budget: --oracle none --extra-steps 3",
         ),
         baseline="sero",
-        flags="--num-updates 16 --eval-every 4 --eval-tasks 128 --save-every 8",
+        flags="--groups-per-update 8 --num-updates 14 --lr-warmup-updates 3 --eval-every 7 --eval-tasks 128 --save-every 7",
         metrics=(
             "eval/success",
-            "eval/success@mean",
+            "charts/success@mean",
             "eval/success/seen",
             "eval/success/unseen",
             "charts/success@tail",
@@ -67,9 +67,12 @@ PLANS = {
     ),
     "interq_rl": Plan(
         script="interq_rl.py",
-        arms=tuple(f"{preset}: --preset {preset}" for preset in ("bf16", "qat", "qat_tis", "prefix", "global", "interq")),
+        arms=(
+            "bf16: --preset bf16",
+            *(f"{preset}: --preset {preset} --rollout-format int4" for preset in ("qat", "qat_tis", "prefix", "global", "interq")),
+        ),
         baseline="interq",
-        flags="--num-updates 16 --eval-every 4 --eval-tasks 128 --save-every 8",
+        flags="--groups-per-update 8 --num-updates 14 --lr-warmup-updates 3 --eval-every 2 --eval-tasks 64 --save-every 7",
         metrics=(
             "eval/success",
             "interq/rollback",
