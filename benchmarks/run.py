@@ -72,7 +72,7 @@ PLANS = {
             *(f"{preset}: --preset {preset} --rollout-format int4" for preset in ("qat", "qat_tis", "prefix", "global", "interq")),
         ),
         baseline="interq",
-        flags="--groups-per-update 8 --num-updates 14 --lr-warmup-updates 3 --eval-every 2 --eval-tasks 64 --save-every 7",
+        flags="--groups-per-update 8 --num-updates 10 --lr-warmup-updates 3 --eval-every 2 --eval-tasks 64 --save-every 5",
         metrics=(
             "eval/success",
             "interq/rollback",
