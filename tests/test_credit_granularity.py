@@ -528,11 +528,11 @@ def test_runs_that_are_not_comparable(tmp_path, changes, text):
 
 
 def test_runs_that_are_none(tmp_path):
-    with pytest.raises(RunError, match="args[.]json"):
+    with pytest.raises(RunError, match=r"args\.json"):
         write_report([tmp_path], tmp_path / "out")
     unfinished = write_run(tmp_path / "a", num_updates=5)
     with pytest.raises(RunError, match="stopped at update 4 of 5"):
         write_report([unfinished], tmp_path / "out")
     (unfinished / "args.json").write_text("{}")
-    with pytest.raises(RunError, match="no run of credit_granularity[.]py"):
+    with pytest.raises(RunError, match=r"no run of credit_granularity\.py"):
         write_report([unfinished], tmp_path / "out")
