@@ -140,31 +140,18 @@ def test_bad_values(shop):
 
 
 def test_real_command_with_vllm_and_its_8_bit_cache(tmp_path):
-    """vLLM on a CPU keeps its cache in FP8; a learner that rounds keys and values in the same way, with the scale of 1 that vLLM takes, is nearer."""
+    """vLLM on a CPU keeps its cache in FP8, truncated, with a scale of 1. A learner that does the same to keys and values gives its log-probs."""
     need_module("vllm")
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}  # vLLM cannot load where Triton is interpreted
     k3 = {}
     for qat in ("True", "False"):
         out = tmp_path / qat
-        command = [
-            sys.executable,
-            "interq_rl.py",
-            "--engine",
-            "vllm",
-            "--rollout-format",
-            "fp8_kv",
-            "--qat",
-            qat,
-            "--num-updates",
-            "2",
-            "--groups-per-update",
-            "4",
-        ]
-        command += ["--group-size", "4", "--eval-tasks", "4", "--max-turns", "6", "--max-new-tokens", "24", "--learning-rate", "1e-5", "--out", str(out)]
-        environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}  # vLLM cannot load where Triton is interpreted
+        command = [sys.executable, "interq_rl.py", "--engine", "vllm", "--rollout-format", "fp8_kv", "--qat", qat, "--num-updates", "2"]
+        command += ["--groups-per-update", "4", "--group-size", "4", "--eval-tasks", "4", "--max-turns", "6", "--max-new-tokens", "24"]
+        command += ["--learning-rate", "1e-5", "--out", str(out)]
         ended = subprocess.run(command, cwd=script_runner.ROOT, env=environment, capture_output=True, text=True, timeout=1500)
         assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-3000:]
         lines = read_jsonl(out / "metrics.jsonl")
         assert [line["step"] for line in lines] == [0, 1, 2]
-        k3[qat] = lines[1]["rollout/k3"]
-        assert 0 < k3[qat] < 0.1 and lines[1]["interq/weight_max"] > 1
-    assert k3["True"] < 0.5 * k3["False"], k3
+        k3[qat] = max(line["rollout/k3"] for line in lines[1:])
+    assert 0 <= k3["True"] < 1e-5 and 3e-5 < k3["False"] < 0.1, k3

@@ -395,6 +395,15 @@ def test_browser_turns_and_masked_tokens(browser, tmp_path):
     assert "neutr" in browser.js("document.querySelector('.grid').textContent")
 
 
+def test_browser_turns_without_strips_still_show_their_text(browser, tmp_path):
+    episode = household_episode() | {"strips": []}
+    browser.open(write_credit_html(tmp_path / "credit.html", [episode], "Credit"), v="text", t="light")
+    assert browser.complaints() == []
+    order = browser.js("[...document.querySelectorAll('article .turn, article .tok')].map(t => t.classList.contains('turn') ? 't' : t.dataset.i).join(' ')")
+    assert order == "t 0 1 2 3 4 5 t 6 7 8 9 10 11 t 12 13 14 15 16 17"
+    assert browser.js("[...document.querySelectorAll('article .masked')].map(t => Number(t.dataset.i))") == [4, 5, 10, 11, 16, 17]
+
+
 def test_browser_hostile_text_is_inert(browser, tmp_path):
     path = write_credit_html(tmp_path / "credit.html", [hostile_episode(), sql_episode()], "safe", subtitle=HOSTILE[0], legend=[HOSTILE[1]])
     for view in ("text", "grid", "numbers"):

@@ -126,7 +126,9 @@ function tokenSpan(episode, strip, i) {
   const node = el("span", "tok");
   node.dataset.i = i;
   fill(node, episode.tokens[i], true);
-  paint(node, strip.values[i], strip.scale, strip.domain, episode.masked && episode.masked[i]);
+  const masked = episode.masked && episode.masked[i];
+  if (strip) paint(node, strip.values[i], strip.scale, strip.domain, masked);
+  else if (masked) node.classList.add("masked");
   return node;
 }
 function turnBar(turn) {
@@ -151,8 +153,10 @@ function flowing(episode, strip) {
   return box;
 }
 function textBody(episode) {
-  const box = el("div");
-  for (const strip of stripsOf(episode)) {
+  const box = el("div"),
+    strips = stripsOf(episode);
+  if (!strips.length) box.append(flowing(episode, null)); // turns alone
+  for (const strip of strips) {
     const row = el("section", "strip"),
       head = el("h4", "", strip.name);
     if (strip.note) head.append(el("small", "", strip.note));
