@@ -1,11 +1,13 @@
 """credit_granularity.py by its command line on editing tasks: schemes that must agree do so bit for bit, runs resume, split and fail as they should."""
 
+import dataclasses
 import functools
 import json
 import math
 import random
 import re
 import shutil
+import socket
 import subprocess
 
 import pytest
@@ -13,15 +15,21 @@ import script_runner
 import torch
 from conftest import need_program
 from judge_server import JudgeServer, Reply
-from multi_turn_runs import Result, Workshop, equal, near
+from multi_turn_runs import Result, Workshop, both, equal, flags, near
 from test_credit_granularity import write_run
 
 import credit_granularity as cg
 from common import envs, policies
+from common.envs import editing, editing_films
 from common.run import newest_checkpoint, parse_args, read_checkpoint
 
 script_runner.PRELOAD += ["common.judges", "common.envs.editing"]  # read when the first run of the session starts the server
 PRIVILEGED = ("reference", "turn_advice")
+
+
+def few_films():
+    """A hook, and for this process: the first films of the generated ones, so that a run starts at once."""
+    editing.COMPACT = dataclasses.replace(editing_films.COMPACT, films=(24, 4))
 
 
 class Shop(Workshop):
@@ -30,9 +38,9 @@ class Shop(Workshop):
     def __init__(self, folder):
         self.script, self.folder, self.kept, self.count = "credit_granularity.py", folder, {}, 0
         tasks = envs.load("editing")
-        talks = [tasks.careless(task, random.Random(i)) for i, task in enumerate(tasks.train[:800])]
+        talks = [tasks.careless(task, random.Random(i)) for i, task in enumerate(tasks.train * 6)]
         config = policies.TinyConfig(
-            vocab_size=400, hidden_size=48, layers=2, heads=4, kv_heads=2, intermediate_size=96, context=320, steps=150, batch_size=12, learning_rate=1e-2
+            vocab_size=512, hidden_size=64, layers=2, heads=4, kv_heads=2, intermediate_size=128, context=320, steps=250, batch_size=12, learning_rate=1e-2
         )
         lm, tokenizer, _ = policies.train_tiny(talks, config)
         self.policy = folder / "policy"
@@ -57,14 +65,28 @@ class Shop(Workshop):
     def run(self, hook=None, environment=None, **changes):
         key = (str(hook), str(environment), tuple(sorted((k, str(v)) for k, v in changes.items())))
         if hook is not None or key not in self.kept:
-            out = self.path()
-            self.kept[key] = Result(script_runner.run(self.script, self.argv(out, **changes), out.with_suffix(".log"), hook, environment), out)
+            out, hooks = self.path(), functools.partial(both, few_films, *([hook] if hook else []))
+            self.kept[key] = Result(script_runner.run(self.script, self.argv(out, **changes), out.with_suffix(".log"), hooks, environment), out)
         return self.kept[key]
+
+    def resume(self, folder, **changes):
+        return Result(script_runner.run(self.script, flags(resume=folder, **changes), self.path().with_suffix(".log"), few_films), folder)
+
+    def run_two(self, hook, **changes):
+        out = self.path()
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            port = s.getsockname()[1]
+        hooks = functools.partial(both, few_films, hook)
+        return [Result(e, out) for e in script_runner.run_ranks(self.script, self.argv(out, **changes), out.with_suffix(".log"), 2, port, hooks)]
 
 
 @pytest.fixture(scope="module")
 def shop(tmp_path_factory):
-    return Shop(tmp_path_factory.mktemp("runs"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(editing, "COMPACT", editing.COMPACT)  # put back at the end
+        few_films()
+        yield Shop(tmp_path_factory.mktemp("runs"))
 
 
 def check_numbers(result, updates):
@@ -194,7 +216,7 @@ def test_two_and_two_are_four(shop, changes):
     whole.ok()
     first = shop.run(num_updates=2, save_every=2, eval_every=2, **changes)
     first.ok()
-    second = Result(script_runner.run(shop.script, ["--resume", first.folder, "--num-updates", "4"], shop.path().with_suffix(".log")), first.folder)
+    second = shop.resume(first.folder, num_updates=4)
     second.ok()
     assert equal(second.state, whole.state) and second.lasting == whole.lasting  # opsd: the teacher is the start policy again, not the resumed one
 
@@ -204,7 +226,7 @@ def test_killed_in_mid_checkpoint(shop):
     whole = shop.run(**decay)
     killed = shop.run(hook=functools.partial(script_runner.kill_inside_checkpoint, 3), save_every=1, **decay)
     assert killed.code == 137 and newest_checkpoint(killed.folder)[1]["step"] == 2
-    again = Result(script_runner.run(shop.script, ["--resume", killed.folder], shop.path().with_suffix(".log")), killed.folder)
+    again = shop.resume(killed.folder)
     again.ok()
     assert equal(again.state, whole.state)
 

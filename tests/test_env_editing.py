@@ -345,7 +345,11 @@ def test_a_fine_cut_in_full_size_needs_a_preview_of_what_is_handed_in():
     assert "no preview" in stale[4]["reason"] and stale[4]["rewards"]["ref"] > 0.9
     other = run(task, *actions[:-1], "submit edit.json other.mp4")[-1]
     assert other[4]["malformed"]  # edit.json was not written
-    assert "no preview" in run(task, *actions[:-1], edit, "submit edit.json other.mp4")[-1][4]["reason"]
+    env = EditingEnv()
+    run(task, *actions[:-1], env=env)
+    same = write(env.edit)
+    assert run(task, *actions[:-1], same, "submit edit.json preview.mp4")[-1][1] == pytest.approx(1.0)
+    assert "no preview" in run(task, *actions[:-1], same, "submit edit.json other.mp4")[-1][4]["reason"]  # a preview that was never rendered
 
 
 def test_every_turn_is_judged_by_the_true_distance():
@@ -761,24 +765,24 @@ def test_clips_frames_and_previews(tmp_path):
     need_program("ffmpeg")
     film = minimal_film("x")
     for shot, loudness in zip(film["blocks"][0]["shots"], (-30.0, -12.0, -18.0)):
-        shot |= {"loudness": loudness, "duration": 2.5, "ends": "dark", "motion": "fast", "tone": "calm"}
-    film["blocks"][0]["reference"]["spans"] = {"a": [0.5, 2.0], "b": [0, 1.5]}
+        shot |= {"loudness": loudness, "duration": 2.0, "ends": "dark", "motion": "fast", "tone": "calm"}
+    film["blocks"][0]["reference"]["spans"] = {"a": [0.5, 1.5], "b": [0, 1]}
     film["blocks"][0]["reference"]["sound"] = {"a": {"gain": 12}, "b": {"gain": -6}}
     made = editing.make_clips(film, tmp_path / "x")
     assert editing_films.check_film(made, tmp_path / "x") == []
     clips = [tmp_path / "x" / shot["media"] for shot in made["blocks"][0]["shots"]]
-    assert [editing_render.duration(clip) for clip in clips] == pytest.approx([2.5] * 3, abs=0.1)
-    volumes = [mean_volume(clip, 0.2, 1.5) for clip in clips]
+    assert [editing_render.duration(clip) for clip in clips] == pytest.approx([2.0] * 3, abs=0.1)
+    volumes = [mean_volume(clip, 0.2, 1.2) for clip in clips]
     assert volumes[1] - volumes[0] == pytest.approx(18, abs=0.5) and volumes[1] - volumes[2] == pytest.approx(6, abs=0.5)
     task = next(t for t in make_tasks(made, "train", False, str(tmp_path / "x")) if t["family"] == "FC")
     out = editing.render(task, task["true"], tmp_path / "out" / "preview.mp4")
-    assert editing_render.duration(out) == pytest.approx(3.0, abs=0.15)
-    first, second = mean_volume(out, 0.2, 0.8), mean_volume(out, 2.2, 0.7)  # b at -12 - 6, then a at -30 + 12: even
+    assert editing_render.duration(out) == pytest.approx(2.0, abs=0.15)
+    first, second = mean_volume(out, 0.2, 0.5), mean_volume(out, 1.2, 0.5)  # b at -12 - 6, then a at -30 + 12: even
     assert first == pytest.approx(second, abs=1.0)
     rough = editing.render(task, {"sound": {}, "joins": {}}, tmp_path / "out" / "rough.mp4")
-    assert mean_volume(rough, 0.2, 0.8) - mean_volume(rough, 2.2, 0.7) == pytest.approx(18, abs=1.0)
-    pictures = editing_render.frames(out, 3, tmp_path / "frames")
-    assert len({p.read_bytes() for p in pictures}) == 3 and all(p.read_bytes().startswith(b"\x89PNG") for p in pictures)
+    assert mean_volume(rough, 0.2, 0.5) - mean_volume(rough, 1.2, 0.5) == pytest.approx(18, abs=1.0)
+    pictures = editing_render.frames(out, 2, tmp_path / "frames")
+    assert len({p.read_bytes() for p in pictures}) == 2 and all(p.read_bytes().startswith(b"\x89PNG") for p in pictures)
     with pytest.raises(editing.EditingError, match="nothing to render"):
         cs = next(t for t in make_tasks(made, "train", False, str(tmp_path / "x")) if t["family"] == "CS")
         editing.render(cs, {"select": []}, tmp_path / "out" / "empty.mp4")

@@ -102,7 +102,7 @@ HELP = {
 }
 # the careless expert: a habit for the whole episode (goes on as the scene before did, keeps the order in which shots are listed), single slips, a slip for each
 # decision of a fine cut, a second look that is not needed, and a submission before everything is done
-HABIT, NOISE, SLIP, CHECKS, STOPS = 0.5, 0.12, 0.45, 0.12, 0.02
+HABIT, NOISE, SLIP_GAIN, SLIP_JOIN, CHECKS, STOPS = 0.5, 0.12, 0.55, 0.45, 0.12, 0.02
 
 
 class EditingEnv:
@@ -387,7 +387,7 @@ class EditingEnv:
             return "submit"
         key = aim["order"][len(order)]
         story = self.task["material"][key].get("story") if "habit" not in aim else "next"
-        return f"{story}\nadd {key}" if story else f"add {key}"
+        return f"{story} {key}\nadd {key}" if story else f"add {key}"
 
     def _plan_rc(self, aim: dict[str, Any]) -> str:
         for key in self.task["shots"]:
@@ -493,13 +493,13 @@ def slipped(task: dict[str, Any], rng: random.Random) -> dict[str, Any]:
     sound, joins = {}, {}
     for key in shots:
         gain, music = sound_of(true, key)
-        if rng.random() < SLIP:
+        if rng.random() < SLIP_GAIN:
             gain = 0.0 if gain > 0 else STEP
-        sound[key] = {"gain": gain, "music": None if music is not None and rng.random() < SLIP else music}
+        sound[key] = {"gain": gain, "music": None if music is not None and rng.random() < SLIP_JOIN else music}
         if key in true["joins"]:
             kind = true["joins"][key]["type"]
             wrong = "lcut" if kind == "fade" else "fade"
-            joins[key] = {"type": wrong, "seconds": JOINS[wrong]} if rng.random() < SLIP else true["joins"][key]
+            joins[key] = {"type": wrong, "seconds": JOINS[wrong]} if rng.random() < SLIP_JOIN else true["joins"][key]
     return {"sound": sound, "joins": joins}
 
 
