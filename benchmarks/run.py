@@ -61,7 +61,7 @@ PLANS = {
             "eval/success/seen",
             "eval/success/unseen",
             "charts/success@tail",
-            "sero/oracle_steps@sum",
+            "sero/oracle_steps",
             "sero/effective_depth",
         ),
     ),
@@ -206,12 +206,13 @@ def measure(records: list[dict], metric: str) -> float | None:
 
 
 def interval(x: list[float]) -> str:
-    """Mean and half width of the 95 % t-interval, to three digits of the width."""
+    """Mean and half width of the 95 % t-interval; three decimals, or three digits where the numbers are very small or large."""
     if not x:
         return "-"
     mean, half = statistics.fmean(x), t_quantile(len(x) - 1) * statistics.stdev(x) / len(x) ** 0.5 if len(x) > 1 else None
-    form = ".3f" if 0.01 < abs(mean) < 1000 or mean == 0 else ".3g"
-    return f"{mean:{form}}" + (f" ± {half:{'.3f' if form == '.3f' else '.1g'}}" if half is not None else "")
+    size = max(abs(mean), half or 0.0)
+    form = ".3f" if size == 0 or 0.005 <= size < 1000 else ".3g"
+    return f"{mean:{form}}" + (f" ± {half:{form}}" if half is not None else "")
 
 
 def table(found: dict[str, dict[int, list[dict]]], baseline: str, metrics: tuple[str, ...]) -> str:
