@@ -103,7 +103,9 @@ class Args:
     sweep: tuple[str, ...] = ()
     """each "FLAG=VALUE,VALUE": multiplies the arms, as --sweep lambda-o=0.1,0.5"""
     seeds: int = 5
-    """seeds 1 to this"""
+    """last seed"""
+    first_seed: int = 1
+    """first seed: several machines can share one experiment, each with its seeds"""
     metrics: tuple[str, ...] = ()
     """columns: a metric's last value; with @mean over all lines, @tail over the last quarter, @head over the first, @sum, @max"""
     workers: int = 1
@@ -256,7 +258,7 @@ def draw(found: dict[str, dict[int, list[dict]]], metrics: tuple[str, ...], out:
 
 def main(args: Args) -> int:
     script, arms, baseline, metrics = expand(args)
-    jobs = [(arm, flags, seed) for seed in range(1, args.seeds + 1) for arm, flags in arms.items()]
+    jobs = [(arm, flags, seed) for seed in range(args.first_seed, args.seeds + 1) for arm, flags in arms.items()]
     out = Path(args.out)
     if args.print_only:
         for arm, flags, seed in jobs:

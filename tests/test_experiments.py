@@ -131,3 +131,11 @@ def test_a_whole_measure_by_hand(bench):
     hows = {"": 9.0, "mean": 4.75, "tail": 7.5, "head": 4.5, "sum": 38.0, "max": 9.0}
     assert {how: bench.measure(records, f"x@{how}" if how else "x") for how in hows} == hows
     assert bench.measure(records, "y") is None
+
+
+def test_machines_share_an_experiment_by_seeds(bench, tmp_path):
+    bench.main(arguments(bench, tmp_path, first_seed=3))
+    bench.main(arguments(bench, tmp_path, seeds=2))
+    assert (tmp_path / "e" / "calls").read_text().split() == ["a-3", "b-3", "a-1", "b-1", "a-2", "b-2"]
+    bench.main(arguments(bench, tmp_path, table_only=True))
+    assert "a (3)" in (tmp_path / "e" / "table.md").read_text()
