@@ -23,6 +23,7 @@ Several GPUs:                              accelerate launch --config_file bench
 from __future__ import annotations
 
 import copy
+import itertools
 import random
 import re
 import sys
@@ -219,6 +220,9 @@ def outcome(info: dict[str, Any]) -> tuple[str, str]:
     return info.get("check", "NA"), info.get("exit", "no" if info.get("invalid") else "yes")
 
 
+_new_states = itertools.count()
+
+
 class BeliefEnv:
     """An environment for a policy that writes beliefs: the first message says how, and what is executed is the message without its belief."""
 
@@ -233,7 +237,7 @@ class BeliefEnv:
 
     def state_key(self) -> str:
         """What the environment's own says; without one, every state is new."""
-        return self.env.state_key() if hasattr(self.env, "state_key") else ""
+        return self.env.state_key() if hasattr(self.env, "state_key") else f"state {next(_new_states)}"
 
     def close(self) -> None:
         self.env.close()
@@ -252,7 +256,9 @@ def with_format(messages: list[dict[str, str]], kind: str) -> list[dict[str, str
 
 
 def words_of(text: str) -> set[str]:
-    return set(re.findall(r"[A-Za-z]+|\d+", text))
+    """Words and numbers, whatever their case and, for verdicts, their ending."""
+    words = set(re.findall(r"[a-z]+|\d+", text.casefold()))
+    return {next((verdict for verdict in ("pass", "fail") if word in (verdict, f"{verdict}s", f"{verdict}es", f"{verdict}ed")), word) for word in words}
 
 
 def leaks(summary: str, seen: str, result: str) -> bool:
@@ -469,7 +475,8 @@ class Step:
 
     @property
     def right(self) -> bool:
-        return (self.belief.check, self.belief.exit) == self.truth
+        """Whether both fields came true; a message without a belief forecasts nothing."""
+        return self.belief.well_formed and (self.belief.check, self.belief.exit) == self.truth
 
     @property
     def conclusive(self) -> bool:
@@ -632,7 +639,7 @@ def step_terms(
         d = q - v if decision_term == "q_minus_v" else g - q
     mean, count = group_mean(g, groups)
     std = (group_mean((g - mean) ** 2, groups)[0] * count / (count - 1).clamp(min=1)).sqrt()
-    return (g - v + d) / (std + eps), size
+    return torch.where(std > 0, (g - v + d) / (std + eps), 0.0), size
 
 
 def coverage(keys: torch.Tensor, episodes: torch.Tensor) -> torch.Tensor:
@@ -1080,10 +1087,10 @@ def main(args: Args) -> Run:
         numbered = list(enumerate(tasks.eval[: args.eval_tasks]))[rank::world]
         everything = play(numbered, 1, greedy, -1)
         es = [e for e in everything if not e.error]
-        plain_tokens = sum(len(e.logprobs) for e in es)
+        spent = sum(len(e.logprobs) for e in everything)  # token ratios count all that was sampled, also where an environment failed later
         sums = {"eval/success": (sum(e.success for e in es), len(es)), "eval/error_frac": (len(everything) - len(es), len(everything))}
         sums["eval/turns"] = (sum(len(e.turns) for e in es), len(es))
-        sums["eval/length"] = (plain_tokens, len(es))
+        sums["eval/length"] = (sum(len(e.logprobs) for e in es), len(es))
         sums["eval/truncated_frac"] = (sum(bool(e.truncated) for e in es), len(es))
         for name in {name for e in es for name in e.rewards}:
             found = np.array([e.rewards.get(name, np.nan) for e in es])
@@ -1095,19 +1102,20 @@ def main(args: Args) -> Run:
             forecasts[:] = [f for part in run.gather(mine) for f in part]
         if last and args.test_time in ("tto", "both"):
             chooser = Anticipator(engine, tokenizer, args.belief, args.candidates, args.temperature)
-            chosen = [e for e in play(numbered, 1, greedy, -1, by=chooser) if not e.error]
-            turns = sum(len(e.turns) for e in chosen)
+            all_chosen = play(numbered, 1, greedy, -1, by=chooser)
+            chosen, turns = [e for e in all_chosen if not e.error], sum(len(e.turns) for e in all_chosen)
             sums["eval/tto/success"] = (sum(e.success for e in chosen), len(chosen))
-            sums["eval/tto/token_ratio"] = (chooser.tokens, plain_tokens)
+            sums["eval/tto/token_ratio"] = (chooser.tokens, spent)
             sums["eval/tto/asked_frac"], sums["eval/tto/changed_frac"] = (chooser.asked, turns), (chooser.changed, turns)
         if last and args.test_time in ("tts4", "both"):
-            four = [e for e in play(numbered, 4, sampling, -1) if not e.error]
+            all_four = play(numbered, 4, sampling, -1)
+            four = [e for e in all_four if not e.error]
             picked = {}
             for e, _ in sorted(zip(four, read(four)), key=lambda pair: belief_rank(pair[1][-1].belief) if pair[1] else (3, 0)):
                 picked.setdefault(e.group, e)
             sums["eval/tts4/success"] = (sum(e.success for e in picked.values()), len(picked))
             sums["eval/tts4/mean_success"] = (sum(e.success for e in four), len(four))
-            sums["eval/tts4/token_ratio"] = (sum(len(e.logprobs) for e in four), plain_tokens)
+            sums["eval/tts4/token_ratio"] = (sum(len(e.logprobs) for e in all_four), spent)
         metrics = with_verdict(reduce_metrics({key: sums.get(key, (0.0, 0.0)) for key in processes.union(sums)}), "eval/")
         if forecasts:
             metrics["eval/calibration_error"] = reliability([f[0] for f in forecasts], [f[1] for f in forecasts])[1]

@@ -18,7 +18,7 @@ def read_trajectories(path: str, checks: Collection[str], exits: Collection[str]
     summary (one line) and knowable (true or false) may be missing; a missing success counts as 1.
     """
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = Path(path).read_text(encoding="utf-8").removesuffix("\n").split("\n")  # splitlines would cut at separators inside of strings
     except (OSError, UnicodeDecodeError) as e:
         raise DataError(f"{path}: cannot be read: {e}") from e
     out, counts = [], {"used": 0, "failed": 0}

@@ -370,7 +370,7 @@ class HarborEnv:
 def swe_tasks(file: Path) -> list[dict[str, Any]]:
     """The records of one file. Raises DataError that names file, line and field."""
     tasks = []
-    for number, line in enumerate(file.read_text().splitlines(), 1):
+    for number, line in enumerate(file.read_text().split("\n"), 1):
         if not line.strip():
             continue
         where = f"{file}:{number}"
