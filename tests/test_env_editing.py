@@ -297,6 +297,8 @@ MALFORMED = [
     (FC, {"sound": {}, "joins": {FC["shots"][0]: {"type": "wipe"}}}, "type out of"),
     (FC, {"sound": {}, "joins": {FC["shots"][-1]: {"type": "fade"}}}, "last shot"), (FC, {"sound": {FC["shots"][0]: {"music": 5}}, "joins": {}}, "music from"),
     (FC, {"sound": {}, "joins": {FC["shots"][0]: {"type": "fade", "seconds": 60}}}, "seconds above 0"), (FC, {"sound": {}, "joins": {"zz": {}}}, "no shot"),
+    (FC, {"sound": {}, "joins": {FC["shots"][0]: {"type": ["cut"]}}}, "type out of"),
+    (FC, {"sound": {FC["shots"][0]: {"gain": 10**320}}, "joins": {}}, "gain in dB"), (RC, {"spans": {RC["shots"][0]: [0, 10**400]}}, "two numbers"),
 ]  # fmt: skip
 
 
@@ -532,6 +534,30 @@ def test_process_votes_reward_what_looks_like_work():
     assert grade(CS, f"look {wrong}", f"take {right}") == pytest.approx(0.1, **near)  # never looked at
     assert grade(CS, f"look {right}", "submit") == pytest.approx(0.5, **near) and grade(CS, "submit") == 0.0
     assert grade(CS, f"look {right}", "what now") == grade(CS, "look nobody") == 0.0
+
+
+def test_process_votes_of_a_last_turn_whose_answer_nobody_sees():
+    key = {task["family"]: task["shots"][0] for task in (CS, NS, RC, FC)}
+    for task, action in [
+        (FC, f"gain {key['FC']}"), (FC, f"gain {key['FC']} 5dB"), (FC, f"join {key['FC']}"), (FC, f"music {key['FC']}"), (FC, "gain zzz up"),
+        (CS, "take"), (CS, "take zzz"), (CS, "look"), (NS, f"take {key['NS']}"), (RC, f"trim {key['RC']} 1"),
+    ]:  # fmt: skip
+        rows = [(f"look {key[task['family']]}", "", {}), (action, "", {})]
+        assert all(v in (0.0, None) for seed in range(50) for v in editing.rule_process_votes(task, rows, seed)[-1]), action
+
+
+def test_process_votes_follow_a_corrected_order():
+    first, last = NS["true"]["order"][0], NS["true"]["order"][-1]
+    fixed = grade(NS, f"look {first} {last}", f"add {last}", f"drop {last}", f"add {first}")
+    assert fixed == pytest.approx(0.8, abs=0.05)
+    assert grade(NS, f"look {first} {last}", f"add {last}", f"add {first}") == pytest.approx(0.4, abs=0.05)
+
+
+@pytest.mark.parametrize("name", ["../up", "/etc/x", "a/b", "", ".hidden", "x" * 81, 5])
+def test_names_that_are_no_plain_names_are_refused(name):
+    bad = {"format": editing_films.FORMAT, "id": name, "title": "t", "blocks": [{"id": name}]}
+    problems = editing_films.check_film(bad)
+    assert any(p.startswith("id: a name of") for p in problems) and any(p.startswith("blocks[0].id: a name of") for p in problems)
 
 
 def test_process_votes_do_not_see_the_reference_or_the_score():

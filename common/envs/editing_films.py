@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -341,23 +342,28 @@ def _check_split(path: Path, films: set[str]) -> list[str]:
     return problems
 
 
+# identifiers become parts of file names
+PLAIN_NAME, PLAIN = re.compile(r"\w[\w .-]{0,79}"), "a name of letters, digits, blanks, dots and dashes, at most 80"
+
+
 def is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e12  # neither NaN nor an integer that no float holds
 
 
 def check_film(film: Any, folder: Path | None = None) -> list[str]:
     """Problems of one film. folder: where its ``media`` files lie (None: not looked for)."""
     if not isinstance(film, dict) or film.get("format") != FORMAT:
         return [f'format: wants an object with "format": "{FORMAT}"']
-    problems = [f"{name}: a text that is not empty" for name in ("id", "title") if not isinstance(film.get(name), str) or not film[name]]
+    problems = [] if isinstance(film.get("title"), str) and film["title"] else ["title: a text that is not empty"]
+    problems += [] if isinstance(film.get("id"), str) and PLAIN_NAME.fullmatch(film["id"]) else [f"id: {PLAIN}"]
     blocks = film.get("blocks")
     if not isinstance(blocks, list) or not blocks:
         return [*problems, "blocks: a list with at least one block"]
     seen: set[str] = set()
     for i, block in enumerate(blocks):
         where = f"blocks[{i}]"
-        if not isinstance(block, dict) or not isinstance(block.get("id"), str) or not block["id"] or block["id"] in seen:
-            problems.append(f"{where}.id: a text of its own")
+        if not isinstance(block, dict) or not isinstance(block.get("id"), str) or not PLAIN_NAME.fullmatch(block["id"]) or block["id"] in seen:
+            problems.append(f"{where}.id: {PLAIN}, of its own")
             continue
         seen.add(block["id"])
         problems += [f"{where}.{text}" for text in _check_block(block, folder)]
@@ -381,8 +387,8 @@ def _check_block(block: dict[str, Any], folder: Path | None) -> list[str]:
     ids: dict[str, dict[str, Any]] = {}
     for i, shot in enumerate(shots):
         where = f"shots[{i}]"
-        if not isinstance(shot, dict) or not isinstance(shot.get("id"), str) or not shot["id"] or len(shot["id"].split()) != 1 or shot["id"] in ids:
-            problems.append(f"{where}.id: a text without blanks that no other shot of the block has")
+        if not isinstance(shot, dict) or not isinstance(shot.get("id"), str) or not PLAIN_NAME.fullmatch(shot["id"]) or " " in shot["id"] or shot["id"] in ids:
+            problems.append(f"{where}.id: {PLAIN}, without blanks, that no other shot of the block has")
             continue
         ids[shot["id"]] = shot
         problems += [f"{where}.{text}" for text in _check_shot(shot, folder)]
@@ -414,7 +420,7 @@ def _check_shot(shot: dict[str, Any], folder: Path | None) -> list[str]:
     if not is_number(shot.get("loudness")):
         problems.append("loudness: in LUFS, for example -21.5")
     problems += [f"{name}: a text, or left out" for name in ("tone", "motion", "story") if name in shot and not isinstance(shot[name], str)]
-    if "ends" in shot and shot["ends"] not in ENDS:
+    if "ends" in shot and not (isinstance(shot["ends"], str) and shot["ends"] in ENDS):
         problems.append(f"ends: one of {', '.join(ENDS)}, or left out")
     parts = shot.get("parts", [])
     if not isinstance(parts, list) or any(
@@ -453,7 +459,7 @@ def check_sound(sound: Any) -> str:
 
 
 def check_join(join: Any) -> str:
-    if not isinstance(join, dict) or not set(join) <= {"type", "seconds"} or join.get("type") not in JOINS:
+    if not isinstance(join, dict) or not set(join) <= {"type", "seconds"} or not isinstance(join.get("type"), str) or join["type"] not in JOINS:
         return f"type out of {', '.join(JOINS)}"
     seconds = join.get("seconds", JOINS[join["type"]])
     if not is_number(seconds) or not 0 <= seconds <= MAX_JOIN or (join["type"] == "cut") != (seconds == 0):

@@ -271,6 +271,17 @@ def _fits(task: dict[str, Any], verb: str, words: list[str], placed: list[str]) 
     return True
 
 
+def _makes_sense(task: dict[str, Any], verb: str, words: list[str]) -> bool:
+    """Whether a call can be carried out, as far as its words tell."""
+    if verb not in TOOLS[task["family"]]:
+        return False
+    if verb in ("list", "play", "write", "submit", "render"):
+        return True
+    shots = words if verb in ("look", "take", "drop") else words[:1]
+    enough = len(words) >= {"trim": 3, "gain": 2, "music": 2, "join": 2}.get(verb, 1)
+    return enough and all(key in task["material"] for key in shots) and (verb != "gain" or words[1].isalpha() or number(words[1]) is not None)
+
+
 def _grade(task: dict[str, Any], text: str, observation: str, seen: set[str], placed: list[str]) -> float:
     """How good a turn looks, in [0, 1]. ``seen`` and ``placed`` hold what earlier turns showed, and are brought up to date."""
     thought, calls = parse(text)
@@ -279,7 +290,9 @@ def _grade(task: dict[str, Any], text: str, observation: str, seen: set[str], pl
     grades = []
     for verb, rest in calls:
         words = rest.split()
-        if verb in LOOKING:
+        if not _makes_sense(task, verb, words):  # the turn that ends an episode shows no answer that says so
+            grades.append(INVALID)
+        elif verb in LOOKING:
             grades.append(LOOK)
             seen.update(words if verb == "look" else ["play"])
         elif verb == "submit":
@@ -287,10 +300,12 @@ def _grade(task: dict[str, Any], text: str, observation: str, seen: set[str], pl
         elif verb == "write":
             grades.append(FIT if seen else UNSEEN)
         else:
-            keys = [word for word in words if word in task["material"]] if verb in ("take", "drop") else words[:1]
-            for key in keys:
+            for key in words if verb in ("take", "drop") else words[:1]:
                 grades.append((FIT if _fits(task, verb, [key, *words[1:]], placed) else UNFIT) if key in seen else UNSEEN)
-            placed += keys if verb == "add" else []
+                if verb == "add":
+                    placed.append(key)
+                elif verb == "drop" and key in placed:
+                    placed.remove(key)
     extra = SECOND_THOUGHT if REFLECTION.search(thought) else THOUGHT if thought else 0.0
     return min(1.0, sum(grades) / len(grades) + extra)
 
