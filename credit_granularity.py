@@ -23,8 +23,10 @@ Several GPUs:                              accelerate launch --config_file bench
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import random
+import re
 import subprocess
 import sys
 import time
@@ -50,7 +52,20 @@ from common.judges import Judge, JudgeError, Request, fence, make_judge, object_
 from common.packing import EMPTY, PackedBatch, check_packing, forward_hidden, micro_batches, pack_rows
 from common.policies import PolicyError, TinyConfig, load_policy, stop_token_ids
 from common.processes import Processes, full_weights, load_training_state, no_sync, training_state
-from common.run import ArgumentError, Panel, Run, RunError, distributed, is_maximum, parse_args, read_jsonl, reduce_metrics
+from common.run import (
+    ArgumentError,
+    Panel,
+    Run,
+    RunError,
+    checkpoint_folders,
+    compare_args,
+    distributed,
+    is_maximum,
+    parse_args,
+    read_json,
+    read_jsonl,
+    reduce_metrics,
+)
 from common.viewer import write_credit_html
 from kernels.segment_scan import segment_stats
 
@@ -530,16 +545,20 @@ def divergence(student: torch.Tensor, teacher: torch.Tensor, target_ids: torch.T
 # -------------------------------------------------------------------------------- what the comparison is about: measurements
 
 
-def kl_concentration(kl: torch.Tensor, layout: Layout, share: float = 0.05) -> dict[str, tuple[float, float]]:
-    """Share of the KL, and of the tokens, in the most divergent `share` of turns, by the sum of KL over a turn (at least one turn). kl [N] >= 0"""
+def kl_by_turn(kl: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
+    """(sum of KL, tokens) of each turn. kl [N] >= 0 -> [T], [T]"""
     if not len(kl):
-        return {"granularity/kl_in_top_turns": (0.0, 0.0), "granularity/tokens_in_top_turns": (0.0, 0.0)}
+        return torch.zeros(0, dtype=torch.float64), torch.zeros(0, dtype=torch.float64)
     stats = segment_stats(kl, layout.turns)
-    total = stats.mean * stats.count
+    return (stats.mean * stats.count).double(), stats.count.double()
+
+
+def kl_concentration(total: torch.Tensor, tokens: torch.Tensor, share: float = 0.05) -> dict[str, tuple[float, float]]:
+    """Share of the KL, and of the tokens, in the most divergent `share` of turns, by the sum of KL over a turn (at least one turn). total, tokens [T]"""
     top = torch.argsort(total, descending=True, stable=True)[: math.ceil(share * len(total) - 1e-9)]
     return {
         "granularity/kl_in_top_turns": (float(total[top].sum()), float(total.sum())),
-        "granularity/tokens_in_top_turns": (float(stats.count[top].sum()), float(len(kl))),
+        "granularity/tokens_in_top_turns": (float(tokens[top].sum()), float(tokens.sum())),
     }
 
 
@@ -730,7 +749,7 @@ def write_previews(episodes: Sequence[Episode], folder: Path) -> None:
     """Previews (mp4) of what episodes handed in, as far as ffmpeg can make them; says why not."""
     for e in episodes:
         try:
-            render(e.task, e.turns[-1].info["edit"], folder / f"{e.task['id']}-{e.sample}.mp4")
+            render(e.task, e.turns[-1].info["edit"], folder / f"{re.sub(r'[^A-Za-z0-9_.-]+', '_', e.task['id']).lstrip('.')}-{e.sample}.mp4")
         except EditingError as error:
             print(f"--render: {error}", file=sys.stderr)
             return
@@ -954,7 +973,7 @@ def main(args: Args) -> Run:
     def play(numbered: Sequence[tuple[int, dict]], n: int, update: int, on_turn: Callable | None = None) -> list[Episode]:
         return rollout(engine, tokenizer, games, tasks.workers, numbered, n, sampling, max_turns, context, args.seed, update, on_turn)
 
-    def judge(episodes: Sequence[Episode], update: int, turns: bool, informs: bool = False) -> tuple[dict[tuple[int, int], list[str]], str]:
+    def judge_all(episodes: Sequence[Episode], update: int, turns: bool, informs: bool = False) -> tuple[dict[tuple[int, int], list[str]], str]:
         """Outcomes, with `turns` process rewards, with `informs` what the teacher is told before each turn by (group, sample). The second value says why a
         judge was given up: "" unless that happened on some process, and then one text on all."""
         hints, failure = {}, ""
@@ -1001,7 +1020,7 @@ def main(args: Args) -> Run:
         """avg@4 on the validation films, and what the policy does there; why a judge was given up."""
         everything = play(list(enumerate(tasks.eval[: args.eval_tasks]))[rank::world], args.eval_samples, -1)
         played = [e for e in everything if not e.error]
-        _, failure = judge(played, -1, judges_turns and (process_judge is None or args.measure_process == "on"))
+        _, failure = judge_all(played, -1, judges_turns and (process_judge is None or args.measure_process == "on"))
         es = [e for e in played if not math.isnan(e.success)]
         sums = families(es, "eval") | {"eval/error_frac": (float(len(everything) - len(es)), float(len(everything)))}
         sums["eval/length"] = (float(sum(len(e.logprobs) for e in es)), float(len(es)))
@@ -1043,11 +1062,11 @@ def main(args: Args) -> Run:
 
         # --- (1) (2) outcomes and process rewards; a group with a missing outcome takes no part
         with run.timer("reward"):
-            hints, failure = judge(measured, update, judges_turns, distils)
+            hints, failure = judge_all(measured, update, judges_turns, distils)
             if failure:
                 save(update)
                 raise JudgeError(f"{failure}\nsaved after update {update}: what was judged is in the cache, go on with --resume {run.folder}")
-            missing = {e.group for e in measured if math.isnan(e.reward)}
+            missing = set() if distils else {e.group for e in measured if math.isnan(e.reward)}
             episodes = [e for e in measured if e.group not in missing]
             rows = [teacher_row(tokenizer, frame, games[0].reset(e.task), e, hints[e.group, e.sample]) for e in episodes] if distils else []
             if distils:  # neither does an episode that the teacher cannot read to its end
@@ -1156,7 +1175,7 @@ def main(args: Args) -> Run:
         add(
             {
                 **families(scored, "granularity", ("success", "process_reward", "truncated_frac", "mixing", "mixing_process")),
-                **(kl_concentration(kl, layout) | {"granularity/teacher_kl": (float(kl.sum()), n_tokens)} if distils else {}),
+                **({"granularity/teacher_kl": (float(kl.sum()), n_tokens)} if distils else {}),
                 "granularity/process_weight": (weight, 1.0),
                 "granularity/unjudged_turn_frac": (float(scores.isnan().sum()), float(len(scores))),
                 "charts/episodic_return": (math.fsum(e.reward for e in scored), float(len(scored))),
@@ -1178,6 +1197,10 @@ def main(args: Args) -> Run:
                 **{key: pair for name, judge in judges.items() for key, pair in (judge.usage - usage[name]).pairs(f"judge/{name}").items()},
             }
         )
+        if distils:  # the most divergent turns are those of the whole update, over all processes
+            parts = run.gather(kl_by_turn(kl, layout)) if world > 1 else [kl_by_turn(kl, layout)]
+            concentration = kl_concentration(torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts]))
+            add({key: (value / world, count / world) for key, (value, count) in concentration.items()})
         metrics = reduce_metrics({key: sums.get(key, (0.0, 0.0)) for key in processes.union(sums)})
         played = processes.all_sum(torch.tensor([n_all, float(sum(len(e.logprobs) for e in everything))], dtype=torch.float64)).tolist()
         for (key, so_far), more in zip(list(totals_so_far.items()), played):
@@ -1233,18 +1256,28 @@ def compare(args: Args) -> int:
             out = folder / f"{name}__{seed}"
             folders.append(out)
             rows = read_jsonl(out / "metrics.jsonl")
-            if rows and rows[-1]["step"] >= args.num_updates:
-                continue
             chosen = vars(args) | changes | {"seed": seed, "out": str(out), "compare": False, "seeds": default.seeds}
+            if (out / "args.json").exists() and (problems := compare_args(read_json(out / "args.json"), vars(resolve(Args(**chosen))))):
+                raise RunError(f"{out} was run with other arguments ({'; '.join(problems)}): give them again, or choose another --out")
+            if rows and rows[-1]["step"] >= args.num_updates and rows[-1].get("eval/success") is not None:
+                continue
             words = [str(Path(__file__).resolve())]
             for name_, value in chosen.items():
                 flag = name_.replace("_", "-")
                 if value != getattr(default, name_):
                     words += [f"--{flag}" if value else f"--no-{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
-            if rows:  # interrupted: goes on from its last checkpoint
+            if checkpoint_folders(out):  # interrupted: goes on from its last checkpoint
                 words = [words[0], "--resume", str(out), "--num-updates", str(args.num_updates)]
+            elif out.exists():  # interrupted before its first checkpoint: kept aside, started again
+                out.rename(next(p for n in itertools.count(1) if not (p := out.with_name(f"{out.name}.unfinished-{n}")).exists()))
             print(f"--- {name}, seed {seed}", flush=True)
-            code = subprocess.run([sys.executable, *words]).returncode
+            child = subprocess.Popen([sys.executable, *words])
+            while True:
+                try:
+                    code = child.wait()
+                    break
+                except KeyboardInterrupt:  # the run got it too: it finishes its update and saves
+                    continue
             if code:
                 print(f"{name}, seed {seed} ended with code {code}; the same command goes on from here", file=sys.stderr)
                 return code if code > 0 else 128 - code

@@ -21,7 +21,8 @@ import numpy as np
 from jinja2 import Environment
 from scipy.stats import spearmanr
 
-from common.curves import COLOURS, STYLE, RunError, mean_interval, read_json, read_jsonl, run_folder_of, series, smooth, t_quantile
+from common.curves import COLOURS, MAY_CHANGE, STYLE, RunError, mean_interval, read_json, read_jsonl, run_folder_of, series, smooth, t_quantile
+from common.run import compare_args
 
 ORDER = ("outcome", "prm_fixed", "prm_decay", "opsd reference", "opsd turn_advice")
 FAMILIES = ("CS", "NS", "RC", "FC")
@@ -79,7 +80,14 @@ def read_runs(folders: Sequence[str | os.PathLike[str]]) -> dict[str, list[tuple
                 raise RunError(f"{folder} has --{name.replace('_', '-')} {args.get(name)}, {first[0]} has {first[1].get(name)}: not one comparison")
         if rows[-1]["step"] < args["num_updates"]:
             raise RunError(f"{folder} stopped at update {rows[-1]['step']} of {args['num_updates']}: continue it with --resume {folder}")
-        found.setdefault(variant_of(args), []).append((folder, args, rows))
+        if rows[-1].get("eval/success") is None:
+            raise RunError(f"{folder} has no evaluation of its last update (a judge gave up): continue it with --resume {folder}")
+        group = found.setdefault(variant_of(args), [])
+        if any(other["seed"] == args["seed"] for _, other, _ in group):
+            raise RunError(f"{folder}: a second run of {variant_of(args)} with seed {args['seed']}; a seed counts once")
+        if group and (problems := compare_args(group[0][1], args, MAY_CHANGE | {"seed"})):
+            raise RunError(f"{folder} and {group[0][0]} are not two seeds of one variant: {'; '.join(problems)}")
+        group.append((folder, args, rows))
     return {name: found[name] for name in sorted(found, key=lambda n: ORDER.index(n) if n in ORDER else len(ORDER))}
 
 
@@ -101,7 +109,11 @@ def summarise(runs: dict[str, list[tuple[Path, dict, list[dict]]]]) -> dict[str,
     variants: dict[str, Any] = {}
     for name, group in runs.items():
         every = [rows for _, _, rows in group]
-        curves = [reward_curves(*(series(rows, key)[1] for key in ("charts/success", "granularity/process_reward"))) for rows in every if measured(rows)]
+        curves = [
+            {"seed": args["seed"]} | reward_curves(*(series(rows, key)[1] for key in ("charts/success", "granularity/process_reward")))
+            for _, args, rows in group
+            if measured(rows)
+        ]
         steps = ("teacher_kl", "kl_in_top_turns", "tokens_in_top_turns")
         variants[name] = {
             "seeds": [args["seed"] for _, args, _ in group],
@@ -116,9 +128,18 @@ def summarise(runs: dict[str, list[tuple[Path, dict, list[dict]]]]) -> dict[str,
             "kl": {key: over_seeds([mean_of(rows, f"granularity/{key}") for rows in every]) for key in steps},
             "curves": curves,
         }
-    start = {f: over_seeds([end(rows, key, 0) for rows in members]) for f, key in keys.items()}
+
+    def at_start(key: str) -> Value:
+        """Variants of a seed begin with the same policy on the same tasks: one value a seed."""
+        of_seed: dict[int, list[float]] = {}
+        for group in runs.values():
+            for _, args, rows in group:
+                of_seed.setdefault(args["seed"], []).extend([x for x in [end(rows, key, 0)] if x is not None])
+        return over_seeds([float(np.mean(x)) for x in of_seed.values() if x])
+
+    start = {f: at_start(key) for f, key in keys.items()}
     kinds = {"true": "mixing", "process": "mixing_process"}
-    mixing = {f: {kind: over_seeds([end(rows, f"eval/{name}/{f}", 0) for rows in members]) for kind, name in kinds.items()} for f in families}
+    mixing = {f: {kind: at_start(f"eval/{name}/{f}") for kind, name in kinds.items()} for f in families}
     relation = {}
     if "outcome" in variants and len(families) > 2:
         gains = [variants["outcome"]["gain"][f][0] for f in families]
@@ -156,7 +177,7 @@ def draw(runs: dict[str, list[tuple[Path, dict, list[dict]]]], result: dict[str,
         axes[0].grid(axis="x", visible=False)
         plots = [
             ("charts/success", "Outcome reward of training episodes", False),
-            ("granularity/process_reward", "Process reward of their turns", False),
+            ("granularity/process_reward", "Process reward (outcome dotted)", False),
             ("rollout/truncated_frac", "Cut episodes", False),
             ("granularity/tool_calls", "Tool calls an episode", False),
             ("granularity/reasoning_chars", "Characters of thought a turn", False),
@@ -171,6 +192,9 @@ def draw(runs: dict[str, list[tuple[Path, dict, list[dict]]]], result: dict[str,
                 steps, mean, half = mean_interval(found)
                 ax.plot(steps, mean, color=colour[name], linewidth=1.5)
                 ax.fill_between(steps, mean - half, mean + half, color=colour[name], alpha=0.15, linewidth=0)
+                if key == "granularity/process_reward":  # where they cross
+                    steps, mean, _ = mean_interval([(steps, smooth(values)) for steps, values in (series(rows, "charts/success") for _, _, rows in group)])
+                    ax.plot(steps, mean, color=colour[name], linewidth=1.2, linestyle=":")
             ax.set_title(title, loc="left")
             ax.set_xlabel("update")
             if log and ax.lines and all((line.get_ydata() > 0).all() for line in ax.lines):
@@ -224,10 +248,10 @@ def tables_of(result: dict[str, Any]) -> list[tuple[str, str, list[str], list[li
     behaviour = [[shown(name), *(shown(one["behaviour"][k], digits.get(k, 3)) for k in BEHAVIOUR)] for name, one in v.items()]
     curves = []
     for name, one in v.items():
-        for seed, c in zip(one["seeds"], one["curves"]):
+        for c in one["curves"]:
             crossing = "-" if c["crossing"] is None else str(c["crossing"])
             cells = [crossing, str(c["peak"]), c["outcome_fall"], c["process_rise"], "yes" if c["hacking"] else "no"]
-            curves.append([shown(f"{name}, seed {seed}"), *map(shown, cells)])
+            curves.append([shown(f"{name}, seed {c['seed']}"), *map(shown, cells)])
     gradient = []
     for name, one in v.items():
         cells = [*(shown(x, 4) for x in one["kl"].values()), *map(shown, one["gradient"].values()), *(shown(x, 0) for x in one["cost"].values())]

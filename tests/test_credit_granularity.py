@@ -162,12 +162,12 @@ def test_sampled_distillation_has_the_gradient_of_the_reverse_kl():
 
 def test_concentration_of_the_kl():
     layout = make_layout([[1, 2], [1, 1]])
-    got = cg.kl_concentration(f64([1.0, 3.0, 2.0, 4.0, 0.0]), layout, share=0.5)  # turns hold 1, 5, 4, 0: the upper two
+    got = cg.kl_concentration(*cg.kl_by_turn(f64([1.0, 3.0, 2.0, 4.0, 0.0]), layout), share=0.5)  # turns hold 1, 5, 4, 0: the upper two
     assert got == {"granularity/kl_in_top_turns": (9.0, 10.0), "granularity/tokens_in_top_turns": (3.0, 5.0)}
-    assert cg.kl_concentration(f64([1.0, 3.0, 2.0, 4.0, 0.0]), layout)["granularity/kl_in_top_turns"] == (5.0, 10.0)  # 5 % of four turns is one
+    assert cg.kl_concentration(*cg.kl_by_turn(f64([1.0, 3.0, 2.0, 4.0, 0.0]), layout))["granularity/kl_in_top_turns"] == (5.0, 10.0)  # 5 % of four turns is one
     many = make_layout([[1] * 40])
-    assert cg.kl_concentration(torch.ones(40, dtype=torch.float64), many)["granularity/tokens_in_top_turns"] == (2.0, 40.0)
-    assert cg.kl_concentration(f64([]), make_layout([]))["granularity/kl_in_top_turns"] == (0.0, 0.0)
+    assert cg.kl_concentration(*cg.kl_by_turn(torch.ones(40, dtype=torch.float64), many))["granularity/tokens_in_top_turns"] == (2.0, 40.0)
+    assert cg.kl_concentration(*cg.kl_by_turn(f64([]), make_layout([])))["granularity/kl_in_top_turns"] == (0.0, 0.0)
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,6 @@ import random
 import re
 import shutil
 import socket
-import subprocess
 
 import pytest
 import script_runner
@@ -21,7 +20,7 @@ from test_credit_granularity import write_run
 import credit_granularity as cg
 from common import envs, policies
 from common.envs import editing, editing_films
-from common.run import newest_checkpoint, parse_args, read_checkpoint
+from common.run import RunError, newest_checkpoint, parse_args, read_checkpoint
 
 script_runner.PRELOAD += ["common.judges", "common.envs.editing"]  # read when the first run of the session starts the server
 PRIVILEGED = ("reference", "turn_advice")
@@ -333,19 +332,32 @@ def test_comparison(tmp_path, monkeypatch, capsys):
     )
     ran = []
 
-    def run(words):
-        ran.append(words[2:])
-        folder = words[words.index("--resume" if "--resume" in words else "--out") + 1]
-        if "--resume" in words:
-            shutil.rmtree(folder)
-        name, _, seed = folder.rpartition("/")[2].rpartition("__")
-        variant = cg.VARIANTS[name]
-        code = 3 if len(ran) == 4 else 0
-        rows = 2 if code else 4
-        write_run(cg.Path(folder), updates=rows, seed=int(seed), **variant, num_updates=4, env=args.env)
-        return subprocess.CompletedProcess(words, code)
+    class Child:
+        """Stands for a run: writes its folder; the second one sees Ctrl-C while it works, and is waited for."""
 
-    monkeypatch.setattr(cg.subprocess, "run", run)
+        def __init__(self, words):
+            ran.append(words[2:])
+            self.interrupted = len(ran) == 2
+            folder = words[words.index("--resume" if "--resume" in words else "--out") + 1]
+            if "--resume" in words:
+                meant = json.loads((cg.Path(folder) / "args.json").read_text())
+                shutil.rmtree(folder)
+            else:
+                meant = vars(cg.resolve(parse_args(cg.Args, words[2:])))
+            name, _, seed = folder.rpartition("/")[2].rpartition("__")
+            self.code = 3 if len(ran) == 4 else 0
+            rows = 2 if self.code else 4
+            write_run(cg.Path(folder), updates=rows, seed=int(seed), **cg.VARIANTS[name], num_updates=4, env=args.env)
+            (cg.Path(folder) / "args.json").write_text(json.dumps(meant))
+            (cg.Path(folder) / "checkpoints" / f"{rows:08d}").mkdir(parents=True)
+
+        def wait(self):
+            if self.interrupted:
+                self.interrupted = False
+                raise KeyboardInterrupt
+            return self.code
+
+    monkeypatch.setattr(cg.subprocess, "Popen", Child)
     assert cg.compare(args) == 3 and len(ran) == 4
     assert "goes on from here" in capsys.readouterr().err
     assert cg.compare(args) == 0
@@ -358,3 +370,9 @@ def test_comparison(tmp_path, monkeypatch, capsys):
     result = json.loads((tmp_path / "all" / "report.json").read_text())
     assert list(result["variants"]) == ["outcome", "prm_fixed", "prm_decay", "opsd reference", "opsd turn_advice"]
     assert (tmp_path / "all" / "report.html").exists()
+    early = tmp_path / "all" / "prm_decay__6"
+    shutil.rmtree(early / "checkpoints")
+    (early / "metrics.jsonl").write_text("")
+    assert cg.compare(args) == 0 and len(ran) == 12 and (tmp_path / "all" / "prm_decay__6.unfinished-1").is_dir()
+    with pytest.raises(RunError, match="was run with other arguments"):
+        cg.compare(cg.replace(args, learning_rate=2e-3))
