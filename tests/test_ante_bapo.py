@@ -82,7 +82,8 @@ def test_the_other_kinds_have_no_forecast():
 
 
 @given(
-    st.sampled_from(ante_bapo.CHECKS), st.sampled_from(ante_bapo.EXITS), st.sampled_from(ante_bapo.DECISIONS), st.text("ab 1", max_size=8), st.text("ab\n", max_size=8)
+    st.sampled_from(ante_bapo.CHECKS), st.sampled_from(ante_bapo.EXITS), st.sampled_from(ante_bapo.DECISIONS),
+    st.text("ab 1", max_size=8), st.text("ab\n", max_size=8),
 )  # fmt: skip
 def test_what_is_rendered_is_parsed(check, exit, decision, summary, action):
     b = parse_belief(render("ante", summary, check, exit, decision, action), "ante")
@@ -188,7 +189,10 @@ def test_warm_starts_of_all_kinds_come_from_the_same_trajectories(tasks):
 
 
 ROW = {
-    "messages": [{"role": "user", "content": "x is wrong"}, {"role": "assistant", "content": "test"}, {"role": "user", "content": "FAIL"}, {"role": "assistant", "content": "submit"}],
+    "messages": [
+        {"role": "user", "content": "x is wrong"}, {"role": "assistant", "content": "test"},
+        {"role": "user", "content": "FAIL"}, {"role": "assistant", "content": "submit"},
+    ],
     "steps": [{"check": "FAIL", "exit": "yes", "summary": "x reported", "knowable": True}, {"check": "PASS", "exit": "yes"}],
 }  # fmt: skip
 
