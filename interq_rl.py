@@ -65,7 +65,7 @@ class Args:
     """compute common beginnings of episodes once instead of once per episode (exact); auto: on where the model allows it"""
     seed: int = 1
     """seed of data order and sampling; every turn has its own stream from (seed, update, task, sample, turn)"""
-    num_updates: int = 20
+    num_updates: int = 16
     """rollout-and-update rounds [paper: 400]"""
     eval_every: int = 4
     """updates between evaluations on the unseen split (0: only at the start and the end)"""
@@ -80,7 +80,7 @@ class Args:
     track: bool = False
     """log to Weights & Biases too"""
     # --- training
-    groups_per_update: int = 16
+    groups_per_update: int = 8
     """tasks per update, over all processes"""
     group_size: int = 8
     """episodes per task"""

@@ -68,7 +68,7 @@ class Args:
     """compute common beginnings of episodes once instead of once per episode (exact); auto: on where the model allows it"""
     seed: int = 1
     """seed of data order and sampling; every turn has its own stream from (seed, update, task, sample, turn)"""
-    num_updates: int = 20
+    num_updates: int = 16
     """rollout-and-update rounds"""
     extra_steps: int = 0
     """further rounds after them: with --oracle none the control that gets as many environment steps as the oracle took [paper: 15]"""

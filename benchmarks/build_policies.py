@@ -19,6 +19,7 @@ SHIPPED = [
     ("mrtpo", "instructions"),
     ("mrtpo", "tools"),
     ("mpo", "search"),
+    ("mpo", "automation"),
     ("sero", "household"),
     ("fork", "rubric"),
     ("outcome_probe", "maths"),
