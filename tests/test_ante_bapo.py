@@ -103,7 +103,7 @@ def test_the_environment_sees_the_action_alone_and_the_policy_the_format():
     env = ante_bapo.BeliefEnv(Echo(), "ante")
     assert env.reset({}) == [{"role": "system", "content": ante_bapo.FORMAT["ante"]}, {"role": "user", "content": "go"}]
     assert env.step(WHOLE)[0] == "total is x\nedit cart.py 4: return x"
-    assert env.state_key() == ""
+    assert env.state_key() != env.state_key()  # without states of its own, every one is new
     assert ante_bapo.BeliefEnv(Echo(), "reactive").reset({}) == [{"role": "user", "content": "go"}]
 
 
@@ -186,6 +186,13 @@ def test_warm_starts_of_all_kinds_come_from_the_same_trajectories(tasks):
     assert ante_bapo.warm_start_conversations(few) == kinds["ante"]
     for conversation in ante_bapo.successful_conversations(few, "ante"):
         assert conversation[-1]["content"].endswith("expect PASS yes TRUST\nsubmit")
+
+
+def test_a_summary_leaks_whatever_its_case_and_ending_and_a_malformed_belief_forecasts_nothing():
+    assert ante_bapo.leaks("all will pass", "test FAIL 1 of 3", "PASS 3 tests PASS") and ante_bapo.leaks("it failed", "", "FAIL 1")
+    assert not ante_bapo.leaks("tests pass", "PASS 3 tests", "PASS 3 tests")
+    step = ante_bapo.Step(parse_belief("nonsense", "ante"), ("NA", "no"), [], float("nan"), 0, [])
+    assert not step.right
 
 
 ROW = {
