@@ -85,7 +85,7 @@ class Args:
     track: bool = False
     """log to Weights & Biases too"""
     # --- training
-    groups_per_update: int = 16
+    groups_per_update: int = 8
     """tasks per update, over all processes"""
     group_size: int = 8
     """episodes per task"""
