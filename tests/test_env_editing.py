@@ -224,7 +224,9 @@ def test_a_turn_with_thought_and_several_calls():
 
 BAD = [
     (CS, "", "no call"), (CS, "I am done", "no call"), (CS, "look", "no shot"), (CS, "look zz9", "no shot zz9"), (CS, "add xx", "no call add here"),
-    (CS, "gain xx 1", "no call gain here"), (CS, f"drop {CS['shots'][0]}", "no "), (NS, "add", "no shot"), (NS, f"add {' '.join(NS['shots'][:2])}", "no more"),
+    (CS, "gain xx 1", "no call gain here"), (CS, f"drop {CS['shots'][0]}", "no "), (NS, "add", "no shot"), (NS, f"add {' '.join(NS['shots'][:2])}", "no place"),
+    (NS, f"add {NS['shots'][0]} 0", "no place"), (NS, f"add {NS['shots'][0]} 5", "no place"), (NS, f"add {NS['shots'][0]} -1", "no place"),
+    (NS, f"add {NS['shots'][0]} 1 2", "no place"), (NS, f"add {NS['shots'][0]} ²", "no place"),
     (RC, "trim", "no shot"), (RC, f"trim {RC['shots'][0]}", "no trim"), (RC, f"trim {RC['shots'][0]} 3 1", "no trim"),
     (RC, f"trim {RC['shots'][0]} 0 999", "no trim"), (RC, f"trim {RC['shots'][0]} nan 2", "no trim"), (RC, f"trim {RC['shots'][0]} -1 2", "no trim"),
     (FC, f"gain {FC['shots'][0]} 25", "no gain"), (FC, f"gain {FC['shots'][0]} inf", "no gain"), (FC, f"gain {FC['shots'][0]}", "no gain"),
@@ -249,6 +251,21 @@ def test_adding_and_taking_twice_is_refused():
     a = CS["shots"][0]
     assert run(CS, f"take {a}", f"take {a}")[-1][0] == f"no need , {a} is taken"
     assert run(NS, f"add {NS['shots'][0]}", f"add {NS['shots'][0]}")[-1][4]["invalid"]
+
+
+def test_places_of_an_order():
+    a, b, c, d = NS["shots"]
+    actions = [f"add {a} 3", f"add {b}", f"add {c}", f"add {c} 3", f"add {b} 1", f"drop {c}", f"add {d}", f"add {b} 2"]
+    assert [r[0] for r in run(NS, *actions)] == [
+        f"cut - - {a}", f"cut - - {a} {b}", "no place behind the last : add ID PLACE", f"cut - - {c} {b}", f"cut {b} - {c}",
+        f"cut {b}", f"cut {b} {d}", f"cut - {b}",
+    ]  # fmt: skip
+    true = NS["true"]["order"]
+    holes = [true[0], None, true[2], true[3]]
+    assert editing_judges.check_edit(NS, {"order": holes}) == "" and "places" in editing_judges.check_edit(NS, {"order": [None] * 5})
+    assert editing_judges.order_score(holes, true) == editing_judges.order_score([true[0], true[2], true[3]], true) == pytest.approx(0.5 * 3 / 6 + 0.5 / 3)
+    assert editing_judges.distance(NS, {"order": holes}) == 1 and editing_judges.distance(NS, {"order": [true[1], *holes[1:]]}) == 3
+    assert run(NS, write({"order": holes}), "submit edit.json")[-1][1] == pytest.approx(0.5 * 3 / 6 + 0.5 / 3)
 
 
 def test_turn_and_tool_budgets():

@@ -5,7 +5,7 @@ The calls are the last lines of a response, one a line; what stands before them 
     list                     the shots and the working edit             play             plays the working edit: what it adds up to
     look ID ...              what a shot shows and how loud it is        submit           ends the episode with the working edit
     take ID ..., drop ID ... selection (CS)                              write NAME.json JSON, submit NAME.json [PREVIEW.mp4]
-    add ID, drop ID          puts a shot at the end of the order (NS)    hands in a file that the agent wrote instead of the working edit
+    add ID [PLACE], drop ID  puts a shot at a place, or last (NS)        hands in a file that the agent wrote instead of the working edit
     trim ID IN OUT           keeps seconds IN to OUT (RC)
     gain ID DB, music ID DB|off, join ID TYPE [SECONDS], render NAME.mp4 sound, music bed, transition after the shot, preview (FC)
 
@@ -47,10 +47,12 @@ from common.envs.editing_films import (
     validate,
 )
 from common.envs.editing_judges import (
+    EXAMPLES,
     TOOLS,
     check_edit,
     compact_shot,
     distance,
+    is_place,
     loud_word,
     mixing_score,
     number,
@@ -59,6 +61,7 @@ from common.envs.editing_judges import (
     parse,
     parts_of_score,
     process_prompt,
+    put,
     read_edit,
     rule_outcome,
     rule_process,
@@ -91,7 +94,7 @@ HELP = {
     "play": "play: plays the working edit",
     "take": "take ID [ID ...]: adds shots to the selection",
     "drop": "drop ID [ID ...]: takes shots out again",
-    "add": "add ID: puts a shot at the end of the order",
+    "add": "add ID [PLACE]: puts a shot at a place of the order, from 1 (what was there is out), or behind the last one",
     "trim": "trim ID IN OUT: keeps the seconds from IN to OUT",
     "gain": "gain ID DB: changes a shot's level, for example gain s07 -4",
     "music": "music ID DB: music bed under a shot, for example music s07 -20; music ID off",
@@ -276,7 +279,7 @@ class EditingEnv:
         """The working edit in one line, as a play of it shows it."""
         task, edit = self.task, self.edit
         if task["family"] in ("CS", "NS"):
-            return " ".join(["cut", *next(iter(edit.values()))])
+            return " ".join(["cut", *(key or "-" for key in next(iter(edit.values())))])
         if task["family"] == "RC":
             total = sum(b - a for a, b in (span_of(task, edit, key) for key in task["shots"]))
             return f"cut {total:g} of {task['brief']['target']:g} seconds"
@@ -305,15 +308,21 @@ class EditingEnv:
             return problem
         if missing := [word for word in words if word not in rows]:
             return f"no {missing[0]} in the cut"
-        self.edit = {name: [key for key in rows if key not in words]}
+        kept = [None if key in words else key for key in rows]
+        while kept and kept[-1] is None:
+            kept.pop()
+        self.edit = {name: kept if name == "order" else [key for key in kept if key]}
         return self._state()
 
     def _add(self, words: list[str], info: dict[str, Any]) -> str:
-        if problem := self._shots(words):
+        if problem := self._shots(words[:1]):
             return problem
-        if len(words) > 1 or words[0] in self.edit["order"]:
-            return f"no need , {words[0]} is in the cut" if len(words) == 1 else "no more than one shot at a time"
-        self.edit = {"order": [*self.edit["order"], words[0]]}
+        if not is_place(self.task, words[1:]):
+            return f"no place {' '.join(words[1:])[:20]} : add ID , or add ID PLACE from 1 to {len(self.task['shots'])}"
+        order = self.edit["order"]
+        if len(words) == 1 and (words[0] in order or len(order) == len(self.task["shots"])):
+            return f"no need , {words[0]} is in the cut" if words[0] in order else "no place behind the last : add ID PLACE"
+        self.edit = {"order": put(order, words[0], int(words[1]) if len(words) > 1 else None)}
         return self._state()
 
     def _trim(self, words: list[str], info: dict[str, Any]) -> str:
@@ -378,16 +387,20 @@ class EditingEnv:
         return self._unseen(f"want {tone}\n" if not self.seen and tone else "") or "submit"
 
     def _plan_ns(self, aim: dict[str, Any]) -> str:
-        order = self.edit["order"]
+        task, order = self.task, self.edit["order"]
+        for key in task["shots"] if task["compact"] else ():  # an hour has its place: no need to see the others first
+            place = aim["order"].index(key) + 1
+            if key not in self.seen:
+                return f"look {key}"
+            if order[place - 1 : place] != [key]:
+                return f"{'next' if 'habit' in aim else task['material'][key]['story']} {place}\nadd {key} {place}"
         if look := self._unseen():
             return look
-        if wrong := [key for key, right in zip(order, aim["order"]) if key != right]:
-            return f"drop {wrong[0]}"
-        if len(order) == len(aim["order"]):
-            return "submit"
-        key = aim["order"][len(order)]
-        story = self.task["material"][key].get("story") if "habit" not in aim else "next"
-        return f"{story} {key}\nadd {key}" if story else f"add {key}"
+        for place, key in enumerate(aim["order"], 1):
+            if order[place - 1 : place] != [key]:
+                story = "next" if "habit" in aim else task["material"][key].get("story", "next")
+                return f"{story} {key}\nadd {key}" + (f" {place}" if place != len(order) + 1 or key in order else "")
+        return "submit"
 
     def _plan_rc(self, aim: dict[str, Any]) -> str:
         for key in self.task["shots"]:
@@ -425,7 +438,8 @@ class EditingEnv:
         result = ["list", "play", *(f"look {key}" for key in shots)]
         if family in ("CS", "NS"):
             [rows] = self.edit.values()
-            result += [f"drop {key}" if key in rows else f"{'take' if family == 'CS' else 'add'} {key}" for key in shots]
+            verb, place = ("take", "") if family == "CS" else ("add", f" {rows.index(None) + 1}" if None in rows else "")
+            result += [f"drop {key}" if key in rows else f"{verb} {key}{place}" for key in shots]
         elif family == "RC":
             result += [f"trim {key} {p['in']:g} {p['out']:g}" for key in shots for p in task["material"][key].get("parts", [])]
         else:
@@ -445,14 +459,6 @@ class EditingEnv:
 
     def close(self) -> None:
         self.task = None
-
-
-EXAMPLES = {
-    "CS": {"select": ["s01", "s07"]},
-    "NS": {"order": ["s07", "s01"]},
-    "RC": {"spans": {"s01": [0.5, 3.0]}},
-    "FC": {"sound": {"s01": {"gain": -4, "music": -20}}, "joins": {"s01": {"type": "lcut", "seconds": 0.8}}},
-}
 
 
 # ---------------------------------------------------------------------------------------------------------- experts

@@ -54,6 +54,14 @@ def start_edit(task: dict[str, Any]) -> dict[str, Any]:
     return {"CS": {"select": []}, "NS": {"order": []}, "RC": {"spans": {}}, "FC": {"sound": {}, "joins": {}}}[task["family"]]
 
 
+EXAMPLES = {
+    "CS": {"select": ["s01", "s07"]},
+    "NS": {"order": ["s07", "s01"]},
+    "RC": {"spans": {"s01": [0.5, 3.0]}},
+    "FC": {"sound": {"s01": {"gain": -4, "music": -20}}, "joins": {"s01": {"type": "lcut", "seconds": 0.8}}},
+}
+
+
 def check_edit(task: dict[str, Any], edit: Any) -> str:
     """ "" for an edit that can be scored, else what is malformed. Shots that an edit does not speak of are left as they were."""
     wanted = start_edit(task)
@@ -63,12 +71,13 @@ def check_edit(task: dict[str, Any], edit: Any) -> str:
     for name, value in edit.items():
         if not isinstance(value, type(wanted[name])):
             return f"{name} must be {'a list' if isinstance(wanted[name], list) else 'an object'}"
-        for key in value:
+        keys = [key for key in value if key is not None] if name == "order" else list(value)  # null in an order: an empty place
+        for key in keys:
             if key not in shots:
                 return f"{name}: no shot {str(key)[:40]!r}"
         if isinstance(value, list):
-            if len(set(value)) < len(value):
-                return f"{name}: a shot twice"
+            if len(set(keys)) < len(keys) or len(value) > len(shots):
+                return f"{name}: a shot twice" if len(set(keys)) < len(keys) else f"{name}: more than {len(shots)} places"
             continue
         for key, row in value.items():
             if name == "spans":
@@ -80,6 +89,23 @@ def check_edit(task: dict[str, Any], edit: Any) -> str:
             if problem:
                 return f"{name}.{key}: {problem}"
     return ""
+
+
+def is_place(task: dict[str, Any], words: list[str]) -> bool:
+    """Whether the words after a shot name a place of an order: none, or one from 1 to the number of shots."""
+    return not words or (len(words) == 1 and words[0] in map(str, range(1, len(task["shots"]) + 1)))
+
+
+def put(order: Sequence[str | None], key: str, place: int | None) -> list[str | None]:
+    """An order with a shot at a place (from 1; what was there is out), or, without a place, behind the last one. A shot that was elsewhere leaves that place
+    empty."""
+    order = [None if k == key else k for k in order]
+    while order and order[-1] is None:
+        order.pop()
+    place = len(order) + 1 if place is None else place
+    order += [None] * (place - len(order))
+    order[place - 1] = key
+    return order
 
 
 def span_of(task: dict[str, Any], edit: dict[str, Any], key: str) -> tuple[float, float]:
@@ -125,11 +151,11 @@ def f1(chosen: Sequence[str], true: Sequence[str]) -> float:
     return 2 * hits / (len(set(chosen)) + len(set(true))) if hits else 0.0
 
 
-def order_score(order: Sequence[str], true: Sequence[str]) -> float:
+def order_score(order: Sequence[str | None], true: Sequence[str]) -> float:
     """0.5 max(0, (C - D) / P) + 0.5 A [deduced]: C and D count the pairs of placed shots in the right and in the wrong order, P all pairs of the reference
     (Kendall's tau when every shot is placed), A is the share of the reference's n - 1 neighbours that follow each other. Shots left out earn nothing."""
     rank = {key: i for i, key in enumerate(true)}
-    ranks = [rank[key] for key in order]
+    ranks = [rank[key] for key in order if key is not None]
     pairs = len(true) * (len(true) - 1) // 2
     agree = sum((a < b) - (a > b) for i, a in enumerate(ranks) for b in ranks[i + 1 :])
     neighbours = sum(b == a + 1 for a, b in itertools.pairwise(ranks))
@@ -223,7 +249,8 @@ def distance(task: dict[str, Any], edit: dict[str, Any]) -> float:
         return float(len(set(edit["select"]) ^ set(true["select"])))
     if task["family"] == "NS":
         placed = list(edit["order"])
-        return float(sum(1 if i >= len(placed) else 0 if placed[i] == key else 2 for i, key in enumerate(true["order"])))
+        placed += [None] * (len(true["order"]) - len(placed))
+        return float(sum(1 if got is None else 0 if got == key else 2 for got, key in zip(placed, true["order"])))
     if task["family"] == "RC":
         return sum(abs(x - y) for key in true["spans"] for x, y in zip(span_of(task, edit, key), true["spans"][key]))
     total = 0.0
@@ -246,18 +273,19 @@ def mixing_score(judged: Sequence[str]) -> float:
 # ------------------------------------------------------------------------------------------------- the process judge's rule
 
 
-def _fits(task: dict[str, Any], verb: str, words: list[str], placed: list[str]) -> bool:
+def _fits(task: dict[str, Any], verb: str, words: list[str], placed: list[str | None]) -> bool:
     """Whether an edit goes with what a look at its shot shows. What a film does not say cannot speak against it."""
     key, brief = words[0], task["brief"]
     shot = task["material"][key]
     if verb in ("take", "drop") and task["family"] == "CS":
         tone = shot.get("tone")
         return tone is None or brief.get("tone") is None or (tone == brief["tone"]) == (verb == "take")
-    if verb == "add":
-        ranks = [
-            (HOURS if task["compact"] else STORY).index(s) if (s := task["material"][k].get("story")) in (*HOURS, *STORY) else None for k in [*placed, key]
-        ]
-        return len(ranks) < 2 or None in ranks[-2:] or ranks[-2] <= ranks[-1]
+    if verb == "add":  # after no earlier hour of the shots placed so far, before no later one
+        hours = HOURS if task["compact"] else STORY
+        at = placed.index(key)
+        order = [hours.index(story) if (story := task["material"][k].get("story") if k else None) in hours else None for k in placed]
+        mine = order[at]
+        return mine is None or all(r is None or (r <= mine if i < at else r >= mine) for i, r in enumerate(order) if i != at)
     if verb == "trim":  # which part was wanted a judge does not check: any clean cut looks right
         parts = shot.get("parts", [])
         return not parts or any([f"{p['in']:g}", f"{p['out']:g}"] == words[1:3] for p in parts)
@@ -279,10 +307,11 @@ def _makes_sense(task: dict[str, Any], verb: str, words: list[str]) -> bool:
         return True
     shots = words if verb in ("look", "take", "drop") else words[:1]
     enough = len(words) >= {"trim": 3, "gain": 2, "music": 2, "join": 2}.get(verb, 1)
-    return enough and all(key in task["material"] for key in shots) and (verb != "gain" or words[1].isalpha() or number(words[1]) is not None)
+    good = {"gain": lambda: words[1].isalpha() or number(words[1]) is not None, "add": lambda: is_place(task, words[1:])}.get(verb, lambda: True)
+    return enough and all(key in task["material"] for key in shots) and good()
 
 
-def _grade(task: dict[str, Any], text: str, observation: str, seen: set[str], placed: list[str]) -> float:
+def _grade(task: dict[str, Any], text: str, observation: str, seen: set[str], placed: list[str | None]) -> float:
     """How good a turn looks, in [0, 1]. ``seen`` and ``placed`` hold what earlier turns showed, and are brought up to date."""
     thought, calls = parse(text)
     if not calls or any(line.startswith("no ") for line in observation.splitlines()):
@@ -300,12 +329,12 @@ def _grade(task: dict[str, Any], text: str, observation: str, seen: set[str], pl
         elif verb == "write":
             grades.append(FIT if seen else UNSEEN)
         else:
+            if verb == "add":
+                placed[:] = put(placed, words[0], int(words[1]) if len(words) > 1 else None)
             for key in words if verb in ("take", "drop") else words[:1]:
                 grades.append((FIT if _fits(task, verb, [key, *words[1:]], placed) else UNFIT) if key in seen else UNSEEN)
-                if verb == "add":
-                    placed.append(key)
-                elif verb == "drop" and key in placed:
-                    placed.remove(key)
+                if verb == "drop":
+                    placed[:] = [None if k == key else k for k in placed]
     extra = SECOND_THOUGHT if REFLECTION.search(thought) else THOUGHT if thought else 0.0
     return min(1.0, sum(grades) / len(grades) + extra)
 
@@ -317,7 +346,7 @@ def rule_process_votes(task: dict[str, Any], turns: Sequence[tuple[str, str, dic
     Deterministic given the task, the turns so far and the seed.
     """
     seen: set[str] = set()
-    placed: list[str] = []
+    placed: list[str | None] = []
     result = []
     history = hashlib.sha256(f"{seed} {task['id']}".encode())
     for text, observation, *_ in turns:

@@ -150,7 +150,7 @@ def timeline(task: dict[str, Any], edit: dict[str, Any]) -> list[tuple[str, floa
     """(shot, in, out) of what an edit plays, in order, in seconds; empty for an edit without shots."""
     if task["family"] in ("CS", "NS"):
         [keys] = edit.values()
-        return [(key, 0.0, float(task["material"][key]["duration"])) for key in keys]
+        return [(key, 0.0, float(task["material"][key]["duration"])) for key in keys if key is not None]
     if task["family"] == "RC":
         return [(key, *span_of(task, edit, key)) for key in task["shots"]]
     return [(key, *map(float, task["spans"][key])) for key in task["shots"]]
