@@ -522,6 +522,9 @@ def test_snapshots_and_state_keys():
     assert other.state_key() == name  # turns used are no part of it
     other.step(f"gain {key} down")
     assert other.state_key() != name and state[1]["sound"][key]["gain"] == 6.0
+    other.step("write edit.json {}\nrender preview.mp4")
+    other.restore(state)
+    assert other.state_key() == name and not other.files and not other.previews  # a snapshot shares nothing with the episode that goes on
 
 
 # --------------------------------------------------------------------------------------------------------------- judges
