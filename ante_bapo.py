@@ -14,7 +14,7 @@ action shows whether that was right, and forecasts that were checked place the c
     who decided alike with the mean of all;
 (6) at test time, where it abstains or expects FAIL, the policy writes further candidates, and the one whose own belief is best is executed.
 
-Laptop, two CPU cores (about 5 minutes):   python ante_bapo.py
+Laptop, two CPU cores (not timed yet):     python ante_bapo.py
 Credit and belief of the baselines:        python ante_bapo.py --credit task ... --credit gigpo ... --belief reactive
 One GPU:                                   python ante_bapo.py --model Qwen/Qwen2.5-1.5B-Instruct --env repo:FOLDER --trajectories FILE --learning-rate 1e-6
 Several GPUs:                              accelerate launch --config_file benchmarks/accelerate/ddp.yaml ante_bapo.py --model ... --env ...
