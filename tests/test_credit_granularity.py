@@ -536,3 +536,24 @@ def test_runs_that_are_none(tmp_path):
     (unfinished / "args.json").write_text("{}")
     with pytest.raises(RunError, match=r"no run of credit_granularity\.py"):
         write_report([unfinished], tmp_path / "out")
+
+
+def test_runs_that_do_not_belong_together_are_refused(tmp_path):
+    a, b = write_run(tmp_path / "a", seed=1), write_run(tmp_path / "b", seed=2)
+    again, other, late = write_run(tmp_path / "again", seed=1), write_run(tmp_path / "other", seed=3, process_weight=0.1), write_run(tmp_path / "late", seed=4)
+    rows = [json.loads(line) for line in (late / "metrics.jsonl").read_text().splitlines()]
+    rows[-1] = {k: v for k, v in rows[-1].items() if not k.startswith("eval/")}  # a judge gave up in the last evaluation
+    (late / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for last, text in ((again, "a seed counts once"), (other, "process_weight: 0.5 in the run, 0.1 now"), (late, "no evaluation of its last update")):
+        with pytest.raises(RunError, match=text):
+            write_report([a, b, last], tmp_path / "out")
+
+
+def test_variants_of_a_seed_start_alike_and_count_once(tmp_path):
+    runs = [write_run(tmp_path / f"{scheme}{seed}", scheme, seed=seed) for seed in (1, 2) for scheme in ("outcome", "prm_fixed", "prm_decay")]
+    for run, start in zip(runs, (0.2, 0.2, 0.2, 0.4, 0.4, 0.4)):
+        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        rows[0]["eval/success"] = start
+        (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_report(runs, tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "report.json").read_text())["start"]["all"] == pytest.approx([0.3, 12.7062 * 0.1])

@@ -139,3 +139,12 @@ def test_machines_share_an_experiment_by_seeds(bench, tmp_path):
     assert (tmp_path / "e" / "calls").read_text().split() == ["a-3", "b-3", "a-1", "b-1", "a-2", "b-2"]
     bench.main(arguments(bench, tmp_path, table_only=True))
     assert "a (3)" in (tmp_path / "e" / "table.md").read_text()
+
+
+def test_pairs_are_of_one_seed_and_a_missing_baseline_leaves_none(bench):
+    def run(x):
+        return [{"step": 1, "x": float(x)}]
+
+    found = {"base": {1: run(1), 2: run(2)}, "other": {2: run(5), 3: run(9)}, "alone": {3: run(1)}}
+    rows = [line.strip("| ").split(" | ") for line in bench.table(found, "base", ("x",)).splitlines()]
+    assert ["base - other", "-3.000"] in rows and not any(row[0] == "base - alone" for row in rows)
