@@ -183,12 +183,14 @@ FORMAT = {
     "reactive": "",
 }
 _BELIEF = re.compile(r"\s*note(?P<summary>[^\n]*)\nexpect (?P<check>PASS|FAIL|NA) (?P<exit>yes|no) (?P<decision>TRUST|ABSTAIN)[ \t]*(?:\n|$)")
+_BEGUN = re.compile(r"\s*note(?P<summary>[^\n]*)(?:\nexpect (?P<check>PASS|FAIL|NA)\b(?: (?P<exit>yes|no)\b(?: (?P<decision>TRUST|ABSTAIN)\b)?)?)?")
 _NOTE = re.compile(r"\s*note(?P<summary>[^\n]*)(?:\n|$)")
 SUMMARY, FORECAST, DECISION, ACTION = range(4)  # factors of a message; each token belongs to one
 
 
 class Belief(NamedTuple):
-    """(1) What a message says beside its action. Malformed beliefs say (NA, no, ABSTAIN). Spans are character ranges of the message, (0, 0) where absent."""
+    """(1) What a message says beside its action. Malformed beliefs say (NA, no, ABSTAIN), and all of the message is executed; their spans are those of the
+    parts that stand there, so that a token's factor does not depend on what follows it. Spans are character ranges of the message, (0, 0) where absent."""
 
     check: str
     exit: str
@@ -202,11 +204,16 @@ class Belief(NamedTuple):
 
 def parse_belief(text: str, kind: str) -> Belief:
     """kind: ante, retrospective or reactive. Only ante has a forecast; the others are well-formed when their action can be found."""
-    m = {"ante": _BELIEF, "retrospective": _NOTE}[kind].match(text) if kind != "reactive" else None
-    if kind != "ante" or m is None:
-        return Belief("NA", "no", "ABSTAIN", (0, 0), (0, 0), (0, 0), text[m.end() :] if m else text, kind != "ante")
-    spans = (0, m.end("summary") + 1), (m.start("check"), m.end("exit")), m.span("decision")
-    return Belief(m["check"], m["exit"], m["decision"], *spans, text[m.end() :], True)
+    if kind != "ante":
+        m = _NOTE.match(text) if kind == "retrospective" else None
+        return Belief("NA", "no", "ABSTAIN", (0, 0), (0, 0), (0, 0), text[m.end() :] if m else text, True)
+    m = _BELIEF.match(text)
+    found = m or _BEGUN.match(text)
+    if found is None:
+        return Belief("NA", "no", "ABSTAIN", (0, 0), (0, 0), (0, 0), text, False)
+    values = (found.start("check"), found.end("exit" if found["exit"] else "check")) if found["check"] else (0, 0)
+    spans = (0, found.end("summary") + 1), values, found.span("decision") if found["decision"] else (0, 0)
+    return Belief(m["check"], m["exit"], m["decision"], *spans, text[m.end() :], True) if m else Belief("NA", "no", "ABSTAIN", *spans, text, False)
 
 
 def render(kind: str, summary: str, check: str, exit: str, decision: str, action: str) -> str:
@@ -486,7 +493,7 @@ class Step:
 def read_step(turn: Turn, token_ids: Sequence[int], logprobs: Sequence[float], tokenizer, kind: str) -> Step:
     """token_ids and logprobs: the turn's own. A token that touches the forecast's values is theirs, so is its whole text."""
     belief, truth = parse_belief(turn.text, kind), outcome(turn.info)
-    if kind != "ante" or not belief.well_formed:
+    if kind != "ante":
         return Step(belief, truth, [ACTION] * len(token_ids), float("nan"), 0, [])
     spans = token_spans(tokenizer, token_ids)
     parts = ((FORECAST, belief.values), (SUMMARY, belief.summary), (DECISION, belief.decided))
@@ -495,6 +502,8 @@ def read_step(turn: Turn, token_ids: Sequence[int], logprobs: Sequence[float], t
         return next((name for name, (start, stop) in parts if a < stop and b > start), ACTION)
 
     factors = [factor(a, b) for a, b in spans]
+    if not belief.well_formed:  # what there is of a forecast learns by nothing
+        return Step(belief, truth, factors, float("nan"), 0, [])
     at = [i for i, f in enumerate(factors) if f == FORECAST]
     first, last = at[0], at[-1]
     target = list(token_ids[first : last + 1])

@@ -71,7 +71,27 @@ def test_malformed_beliefs_commit_to_nothing_and_are_executed_as_they_stand(text
     b = parse_belief(text, "ante")
     assert (b.check, b.exit, b.decision, b.well_formed) == ("NA", "no", "ABSTAIN", False)
     assert b.action == text
-    assert b.summary == b.values == b.decided == (0, 0)
+
+
+@pytest.mark.parametrize(
+    "text, parts",
+    [
+        ("test", ("", "", "")),
+        ("so\nnote x\nexpect PASS yes TRUST\ntest", ("", "", "")),
+        ("note x\ntest", ("note x\n", "", "")),
+        ("note x\nexpect MAYBE yes TRUST\ntest", ("note x\n", "", "")),
+        ("note x\nexpect PASSED yes TRUST\ntest", ("note x\n", "", "")),
+        ("note x\nexpect PASS maybe TRUST\ntest", ("note x\n", "PASS", "")),
+        ("note x\nexpect PASS yes\ntest", ("note x\n", "PASS yes", "")),
+        ("note x\nexpect PASS yes TRUSTED\ntest", ("note x\n", "PASS yes", "")),
+        ("note x\nexpect PASS yes TRUST test", ("note x\n", "PASS yes", "TRUST")),
+    ],
+)
+def test_a_malformed_belief_keeps_the_parts_that_stand_there(text, parts):
+    """Or the same summary would be trained in bad messages only."""
+    b = parse_belief(text, "ante")
+    assert not b.well_formed
+    assert tuple(text[slice(*span)] for span in (b.summary, b.values, b.decided)) == parts
 
 
 def test_the_other_kinds_have_no_forecast():
@@ -293,6 +313,15 @@ def test_a_message_without_belief_is_all_action(tokenizer):
         assert s.factors == [ACTION] * len(ids)
         assert s.target_ids == []
         assert math.isnan(s.confidence)
+
+
+def test_a_malformed_belief_trains_its_summary_and_forecast_by_nothing(tokenizer):
+    turn, ids = as_turn(tokenizer, "note total broken\nexpect FAIL yes so\ntest", {"check": "FAIL", "exit": "yes"})
+    s = ante_bapo.read_step(turn, ids, [0.0] * len(ids), tokenizer, "ante")
+    text = {f: "".join(tokenizer.decode([i]) for i, g in zip(ids, s.factors) if g == f) for f in range(4)}
+    assert (text[SUMMARY], text[FORECAST].strip(), text[DECISION]) == ("note total broken\n", "FAIL yes", "")
+    assert s.target_ids == []
+    assert math.isnan(s.confidence)
 
 
 def episode_of(tokenizer, messages, group=0, sample=0, reward=0.0):
