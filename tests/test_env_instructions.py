@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common import envs
-from common.envs import DataError, instructions, load
+from common.envs import DataError, instructions, instructions_checks, instructions_tasks, load
 
 TASKS, OTHER = load("instructions"), load("instructions", 1)
 
@@ -34,7 +34,7 @@ def play(task, text):
 
 
 def follows(name, text, loose=False, /, **kwargs):
-    return instructions.follows({"id": name, "kwargs": kwargs}, text, loose)
+    return instructions_checks.follows({"id": name, "kwargs": kwargs}, text, loose)
 
 
 # ---------------------------------------------------------------- embedded tasks
@@ -51,7 +51,7 @@ def test_every_prompt_has_a_demonstration_that_satisfies_all(tasks):
 
 
 def test_the_stored_seed_is_a_solution_when_fresh_compositions_fail(monkeypatch):
-    monkeypatch.setattr(instructions, "MAX_PIECES", 0)  # refuse every fresh one
+    monkeypatch.setattr(instructions_tasks, "MAX_PIECES", 0)  # refuse every fresh one
     for task in [*TASKS.train[:500], *TASKS.eval]:
         assert play(task, TASKS.demonstrate(task, random.Random(5))[-1]["content"])["success"] == 1.0
 
@@ -60,12 +60,12 @@ def test_constraints_of_a_prompt():
     for task in [*TASKS.train, *TASKS.eval]:
         names = [constraint["id"] for constraint in task["constraints"]]
         assert 5 <= len(names) <= 13 and len(set(names)) == len(names) == task["difficulty"]
-        for group in instructions._EXCLUSIVE:
+        for group in instructions_tasks.EXCLUSIVE:
             assert len(group.intersection(names)) <= 1
         assert task["messages"] == [{"role": "user", "content": "\n".join(constraint["text"] for constraint in task["constraints"])}]
-    assert {c["id"] for t in TASKS.train for c in t["constraints"]} == set(instructions.KINDS) - set(instructions.HELD_OUT)
+    assert {c["id"] for t in TASKS.train for c in t["constraints"]} == set(instructions_checks.KINDS) - set(instructions_checks.HELD_OUT)
     assert {len(t["constraints"]) for t in TASKS.eval} == set(range(5, 14))
-    assert len(instructions.KINDS) - len(instructions.HELD_OUT) >= 25
+    assert len(instructions_checks.KINDS) - len(instructions_checks.HELD_OUT) >= 25
 
 
 def test_splits():
@@ -77,10 +77,10 @@ def test_splits():
     sets = [{frozenset(c["id"] for c in t["constraints"]) for t in tasks} for tasks in (TASKS.train, TASKS.eval)]
     assert not sets[0] & sets[1]
     # by rule, not by luck
-    places = {name: place for place, name in enumerate(instructions.KINDS)}
+    places = {name: place for place, name in enumerate(instructions_checks.KINDS)}
     for split, tasks in ((False, TASKS.train), (True, TASKS.eval[:256])):
         assert all((sum(places[c["id"]] for c in task["constraints"]) % 7 == 0) is split for task in tasks)
-    assert all(sum(c["id"] in instructions.HELD_OUT for c in t["constraints"]) == 2 for t in TASKS.eval[256:])
+    assert all(sum(c["id"] in instructions_checks.HELD_OUT for c in t["constraints"]) == 2 for t in TASKS.eval[256:])
     assert load("instructions").eval == TASKS.eval != OTHER.eval
     assert json.loads(json.dumps(TASKS.eval)) == TASKS.eval
 
@@ -188,9 +188,9 @@ def test_own_checks(name, kwargs, good, bad):
 
 def test_empty_and_endless_responses_get_nothing():
     for task in TASKS.train[:200]:
-        for text in ("", " \n\t", "a" * (instructions.MAX_CHARS + 1)):
+        for text in ("", " \n\t", "a" * (instructions_checks.MAX_CHARS + 1)):
             assert set(play(task, text)["rewards"].values()) == {0.0}
-    assert follows("no_commas", "a" * instructions.MAX_CHARS)
+    assert follows("no_commas", "a" * instructions_checks.MAX_CHARS)
 
 
 def test_step_needs_an_open_episode():
@@ -290,18 +290,18 @@ KWARGS = {
 
 
 def arguments(name):
-    kwargs = {key: KWARGS[kind] for key, kind in instructions.ALL_KINDS[name].kwargs.items()}
+    kwargs = {key: KWARGS[kind] for key, kind in instructions_checks.ALL_KINDS[name].kwargs.items()}
     kwargs |= {key: "at least" for key in kwargs if key.endswith("relation")}
     own = {"word": "cat", "count": 3, "first": "cat", "second": "dog", "phrase": "red cat", "number": 7, "name": "ben", "text": "#cat"}
-    return kwargs if name in instructions.IFEVAL else own
+    return kwargs if name in instructions_checks.IFEVAL else own
 
 
 def test_work_is_bounded_on_hostile_text():
     """No pattern backtracks: with one that does, a text of this length keeps this test busy for minutes."""
     detecting = ("language:response_language", "change_case:english_capital", "change_case:english_lowercase")
     for unit in HOSTILE:
-        text = (unit * instructions.MAX_CHARS)[: instructions.MAX_CHARS - 1] + "x"
-        for name in instructions.ALL_KINDS:
+        text = (unit * instructions_checks.MAX_CHARS)[: instructions_checks.MAX_CHARS - 1] + "x"
+        for name in instructions_checks.ALL_KINDS:
             if name not in detecting:
                 assert follows(name, text, **arguments(name)) in (True, False)
                 assert follows(name, text, True, **arguments(name)) in (True, False)
@@ -379,7 +379,7 @@ def test_loose_reads_eight_variants():
     assert not follows("startend:quotation", 'Sure:\n"a"\nBye', False) and follows("startend:quotation", 'Sure:\n"a"\nBye', True)
     assert follows("startend:quotation", '*"a"*', True) and follows("startend:quotation", 'x\n"a"', True) and follows("startend:quotation", '"a"\nx', True)
     assert not follows("startend:quotation", 'x\ny\n"a"', True)
-    assert len(instructions.loose_variants("a\nb")) == 8
+    assert len(instructions_checks.loose_variants("a\nb")) == 8
 
 
 def reference_registry(monkeypatch):
@@ -447,7 +447,7 @@ def candidates(row, rng):
 
 def test_agrees_with_lm_eval(monkeypatch):
     registry = reference_registry(monkeypatch)
-    assert set(registry) == set(instructions.IFEVAL)
+    assert set(registry) == set(instructions_checks.IFEVAL)
     rows = {f"ifeval-{row['key']}": row for row in map(json.loads, (real_data("ifeval") / "input_data.jsonl").read_text().splitlines())}
     tasks = load(f"instructions:{real_data('ifeval') / 'input_data.jsonl'}")
     rng = random.Random(0)
@@ -464,7 +464,7 @@ def test_agrees_with_lm_eval(monkeypatch):
             checker.build_description(**kwargs)
             for text in texts[:8] if name in detecting else texts:
                 theirs = bool(text.strip() and checker.check_following(text))
-                assert instructions.follows(constraint, text) is theirs, (name, kwargs, text)
+                assert instructions_checks.follows(constraint, text) is theirs, (name, kwargs, text)
                 compared[name] = compared.get(name, 0) + 1
                 positive[name] = positive.get(name, 0) + theirs
     assert len(compared) == 23 and sum(compared.values()) > 12_000
@@ -474,7 +474,7 @@ def test_agrees_with_lm_eval(monkeypatch):
 def test_loose_agrees_with_lm_eval(monkeypatch):
     reference_registry(monkeypatch)
     utils = importlib.import_module("lm_eval.tasks.ifeval.utils")
-    quick = [f for f in instructions.IFEVAL if not f.startswith(("language", "change_case", "length_constraints:number_sentences"))]
+    quick = [f for f in instructions_checks.IFEVAL if not f.startswith(("language", "change_case", "length_constraints:number_sentences"))]
     rng = random.Random(1)
     for line in (real_data("ifeval") / "input_data.jsonl").read_text().splitlines()[:150]:
         row = json.loads(line)
@@ -484,7 +484,7 @@ def test_loose_agrees_with_lm_eval(monkeypatch):
             example = utils.InputExample(row["key"], names, row["prompt"], kwargs)
             for loose, judge in ((False, utils.test_instruction_following_strict), (True, utils.test_instruction_following_loose)):
                 theirs = judge(example, text).follow_instruction_list
-                assert [instructions.follows({"id": n, "kwargs": k}, text, loose) for n, k in zip(names, kwargs)] == theirs, (row["key"], loose, text)
+                assert [instructions_checks.follows({"id": n, "kwargs": k}, text, loose) for n, k in zip(names, kwargs)] == theirs, (row["key"], loose, text)
 
 
 # ---------------------------------------------------------------- IFEval's file format
@@ -498,7 +498,7 @@ def test_reads_the_published_file():
     assert len(everything) == tasks.notes["rows"] == 541 and 80 <= len(tasks.eval) <= 140
     assert len({task["id"] for task in everything}) == 541
     assert sum(len(task["constraints"]) for task in everything) == 834
-    assert {c["id"] for t in everything for c in t["constraints"]} == set(instructions.IFEVAL)
+    assert {c["id"] for t in everything for c in t["constraints"]} == set(instructions_checks.IFEVAL)
     double = next(task for task in everything if task["id"] == "ifeval-1203")
     assert [constraint["name"] for constraint in double["constraints"]] == ["keywords:frequency", "keywords:frequency#2"]
     info = play(double, "a text")

@@ -15,8 +15,9 @@ from conftest import real_data
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.envs import DataError, load, sql
-from common.envs.sql import SqlEnv, bird_equal, normalise_query, parse_response, score_query, spider_equal
+from common.envs import DataError, load, sql, sql_score, sql_tasks
+from common.envs.sql import SqlEnv
+from common.envs.sql_score import bird_equal, normalise_query, parse_response, score_query, spider_equal
 
 SCRIPT = """
 CREATE TABLE singer (id INTEGER PRIMARY KEY, name TEXT, age INTEGER, country TEXT, rate REAL);
@@ -190,7 +191,7 @@ def test_column_search_is_bounded(monkeypatch):
     rows = [tuple(int(j in (i, (i + 1) % 9)) for j in range(9)) for i in range(9)]
     turned = [tuple(row[j] for j in (4, 2, 0, 7, 1, 8, 3, 6, 5)) for row in rows]
     assert spider_equal(rows, turned, False)
-    monkeypatch.setattr(sql, "MATCH_STEPS", 3)
+    monkeypatch.setattr(sql_score, "MATCH_STEPS", 3)
     assert not spider_equal(rows, turned, False)
 
 
@@ -215,7 +216,7 @@ def test_test_suite_needs_every_database(tmp_path):
     assert score_query(task, "SELECT name FROM singer WHERE age > 26").result == 1.0
     chance = "SELECT name FROM singer WHERE country = 'France'"
     assert score_query({**task, "databases": None}, chance).result == 1.0
-    assert score_query(task, chance) == sql.Score(1.0, 0.0, sql.NO_ERROR)
+    assert score_query(task, chance) == sql_score.Score(1.0, 0.0, sql_score.NO_ERROR)
 
 
 # ---------------------------------------------------------------------------------------------------------------------------------------------------
@@ -259,12 +260,12 @@ def test_rewards_and_verifier_texts(database):
     observation, reward, terminated, truncated, info = step(database, "<think>a</think><sql>SELECT 4</sql>")
     assert (observation, reward, terminated, truncated, info["success"]) == ("", 1.0, True, False, 1.0)
     assert info["rewards"] == {"format": 1.0, "executes": 1.0, "result": 1.0} and "error" not in info
-    assert info["verifier_text"] == {"format": sql.FORMAT_REQUIREMENT, "executes": "executed without error", "result": "SELECT count(*) FROM singer"}
+    assert info["verifier_text"] == {"format": sql_score.FORMAT_REQUIREMENT, "executes": "executed without error", "result": "SELECT count(*) FROM singer"}
     _, reward, _, _, info = step(database, "<think>a</think><sql>SELECT count(*) FROM singers</sql>")
     assert info["rewards"] == {"format": 1.0, "executes": 0.0, "result": 0.0} and reward == pytest.approx(1 / 3)
     assert info["verifier_text"]["executes"] == "no such table: singers"
     info = step(database, "just words")[4]
-    assert info["rewards"] == {"format": 0.0, "executes": 0.0, "result": 0.0} and info["verifier_text"]["executes"] == sql.NO_QUERY
+    assert info["rewards"] == {"format": 0.0, "executes": 0.0, "result": 0.0} and info["verifier_text"]["executes"] == sql_score.NO_QUERY
     info = step(database, "<think></think><sql>DROP TABLE singer</sql>")[4]
     assert info["rewards"] == {"format": 1.0, "executes": 0.0, "result": 0.0} and info["verifier_text"]["executes"] == "not authorized"
     info = step(database, "<think></think><sql>SELECT 1 FROM singer a, singer b, singer c, singer d, singer e, singer f, singer g</sql>")[4]
@@ -306,7 +307,7 @@ def test_one_step_an_episode(database):
 
 
 def named(text: str) -> list[tuple[str, str]]:
-    spans = sql.regions(text)
+    spans = sql_score.regions(text)
     assert all(a < b <= c for (_, a, b), (_, c, _) in itertools.pairwise([*spans, ("", len(text), len(text))]))
     return [(name, text[start:end]) for name, start, end in spans]
 
@@ -357,7 +358,7 @@ def test_regions_of_subqueries_and_broken_text():
     assert named("no tags at all") == [] and named("<think>") == [("tags", "<think>")]
 
 
-@given(st.lists(st.sampled_from([*sql.TAGS, " ", "select", "from", "(", ")", "'", "a"]), max_size=30))
+@given(st.lists(st.sampled_from([*sql_score.TAGS, " ", "select", "from", "(", ")", "'", "a"]), max_size=30))
 def test_regions_never_overlap(parts):
     named("".join(parts))
 
@@ -367,17 +368,17 @@ def test_regions_never_overlap(parts):
 
 
 def words_of(task) -> set[str]:
-    return set(" ".join(message["content"] for message in sql.demonstrate(task, random.Random(0))).split())
+    return set(" ".join(message["content"] for message in sql_tasks.demonstrate(task, random.Random(0))).split())
 
 
 def test_embedded_sets(embedded):
-    assert (len(embedded.train), len(embedded.eval)) == (sql.TRAIN_TASKS, sql.EVAL_TASKS)
+    assert (len(embedded.train), len(embedded.eval)) == (sql_tasks.TRAIN_TASKS, sql_tasks.EVAL_TASKS)
     everything = [*embedded.train, *embedded.eval]
     assert len({task["id"] for task in everything}) == len(everything) == len({(task["db_id"], task["question"]) for task in everything})
     for tasks in (embedded.train, embedded.eval):
         assert set(Counter(task["difficulty"] for task in tasks).values()) == {len(tasks) // 4}
     train, held_out = ({task["db_id"] for task in tasks} for tasks in (embedded.train, embedded.eval))
-    assert len(train) == sql.TRAIN_DATABASES and len(held_out) == sql.EVAL_DATABASES
+    assert len(train) == sql_tasks.TRAIN_DATABASES and len(held_out) == sql_tasks.EVAL_DATABASES
     pairs = {frozenset(name.split("_")) for name in train}
     assert not pairs & {frozenset(name.split("_")) for name in held_out}  # in neither role
     json.dumps(everything)
@@ -402,9 +403,9 @@ def test_demonstrations_solve_and_mistakes_fail(embedded):
         messages = embedded.demonstrate(task, rng)
         assert messages[:-1] == env.reset(task) and [message["role"] for message in messages] == ["user", "assistant"]
         assert env.step(messages[-1]["content"])[4]["rewards"] == {"format": 1.0, "executes": 1.0, "result": 1.0}
-        for kind in sql.MISTAKES:
+        for kind in sql_tasks.MISTAKES:
             env.reset(task)
-            info = env.step(sql.mistake(task, rng, kind)[-1]["content"])[4]
+            info = env.step(sql_tasks.mistake(task, rng, kind)[-1]["content"])[4]
             if kind == "format":
                 assert info["rewards"]["format"] == 0.0
             else:
@@ -428,7 +429,7 @@ def test_references_discriminate(embedded):
     ]
     seen = Counter()
     for task in [*embedded.train[:600], *embedded.eval]:
-        assert sql.reference_result(task["database"], task["query"]).rows
+        assert sql_score.reference_result(task["database"], task["query"]).rows
         for pattern, new in changes:
             wrong = re.sub(pattern, new, task["query"], count=1)
             if wrong != task["query"] and "SELECT avg (" not in task["query"].split("FROM", 1)[1]:
@@ -447,16 +448,16 @@ def test_order_of_training_tasks_follows_the_seed(embedded, monkeypatch):
 
 def test_generator_is_deterministic_and_repairs_its_cache(tmp_path, monkeypatch):
     for name, value in (("TRAIN_DATABASES", 4), ("EVAL_DATABASES", 2), ("TRAIN_TASKS", 40), ("EVAL_TASKS", 8)):
-        monkeypatch.setattr(sql, name, value)
+        monkeypatch.setattr(sql_tasks, name, value)
     contents = []
     for name in ("first", "second"):
         monkeypatch.setenv("CLEANAGENTRL_CACHE", str(tmp_path / name))
-        sql.build_embedded()
+        sql_tasks.build_embedded()
         contents.append({path.name: path.read_bytes() for path in (tmp_path / name).rglob("*") if path.is_file()})
     assert contents[0] == contents[1] and len(contents[0]) == 7
     lost = next((tmp_path / "second").rglob("*.sqlite"))
     lost.unlink()
-    tasks = sql.build_embedded()[0]
+    tasks = sql_tasks.build_embedded()[0]
     assert lost.read_bytes() == contents[0][lost.name] and all(Path(task["database"]).is_file() for task in tasks)
 
 
@@ -485,7 +486,7 @@ def test_real_spider():
         env.reset(task)
         assert env.step("<think></think><sql>SELECT 'never this'</sql>")[4]["success"] == 0.0
     messages = env.reset(next(task for task in everything if task["db_id"] == "concert_singer"))
-    assert [message["role"] for message in messages] == ["system", "user", "assistant", "user"] and all(tag in messages[0]["content"] for tag in sql.TAGS)
+    assert [message["role"] for message in messages] == ["system", "user", "assistant", "user"] and all(tag in messages[0]["content"] for tag in sql_score.TAGS)
     assert "singer ( Singer_ID int primary key , Name text" in messages[-1]["content"]
     assert "foreign key ( Stadium_ID ) references stadium ( Stadium_ID )" in messages[-1]["content"]
 
@@ -535,7 +536,7 @@ def test_several_files_in_a_folder_are_a_test_suite(tmp_path):
     make_database(root / "database" / "e" / "other.sqlite", SCRIPT.replace("'Ann'", "'Eve'"))
     (task,) = load(f"sql:{root}").eval
     assert [Path(path).name for path in task["databases"]] == ["e.sqlite", "other.sqlite"] and Path(task["database"]).name == "e.sqlite"
-    assert score_query(task, "VALUES ('Ann'), ('Bob'), ('Cid'), ('Dee')") == sql.Score(1.0, 0.0, sql.NO_ERROR)
+    assert score_query(task, "VALUES ('Ann'), ('Bob'), ('Cid'), ('Dee')") == sql_score.Score(1.0, 0.0, sql_score.NO_ERROR)
 
 
 def test_unusable_questions_are_counted_and_printed(tmp_path, capsys):

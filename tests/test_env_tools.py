@@ -18,7 +18,7 @@ from conftest import need_module, real_data
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.envs import DataError, load, tools
+from common.envs import DataError, load, tools, tools_calls, tools_tasks
 
 TASKS = load("tools")
 WORD = re.compile(r"[a-z]+|\d+")
@@ -68,7 +68,7 @@ def test_splits_are_disjoint_in_combinations_and_share_the_words():
         # names vary from task to task, so a combination is the function's noun and its values in the document's order
         found = set()
         for task in tasks:
-            for call in tools.reference_calls(task["answers"], task["functions"]):
+            for call in tools_calls.reference_calls(task["answers"], task["functions"]):
                 order = next(f for f in task["functions"] if f["name"] == call["name"])["parameters"]["properties"]
                 found.add((call["name"].split("_")[1], *((i, call["arguments"][a]) for i, a in enumerate(order) if a in call["arguments"])))
         return found
@@ -80,7 +80,7 @@ def test_splits_are_disjoint_in_combinations_and_share_the_words():
     assert words[1] <= words[0] and len(words[0]) < 250
     assert {task["category"] for task in TASKS.eval} == {"simple", "multiple", "parallel", "parallel_multiple"}
     assert len({task["difficulty"] for task in TASKS.eval}) >= 5
-    assert len(tools.FAMILIES) >= 10
+    assert len(tools_tasks.FAMILIES) >= 10
 
 
 def test_deterministic_by_seed_and_serialisable():
@@ -161,7 +161,7 @@ def test_wrong_calls_get_nothing():
     rng = random.Random(0)
     harmful = {"dropped", "doubled", "renamed", "extra", "null", "word", "flipped", "as int", "changed number", "listed", "semicolon", "missing"}
     for task in TASKS.train[:1500]:
-        for name, changed in mutations(tools.reference_calls(task["answers"], task["functions"]), rng):
+        for name, changed in mutations(tools_calls.reference_calls(task["answers"], task["functions"]), rng):
             if name in harmful | {"unchanged", "reordered"}:
                 assert play(task, respond(changed))["rewards"] == {"format": 1.0, "call": float(name not in harmful)}, (name, changed)
 
@@ -169,7 +169,7 @@ def test_wrong_calls_get_nothing():
 def test_verifier_text():
     info = play(ALARM, "nonsense")
     assert info["rewards"] == {"format": 0.0, "call": 0.0}
-    assert info["verifier_text"] == {"format": tools.FORMAT_TEXT, "call": '[{"name":"set_alarm","arguments":{"hour":7,"label":"rain"}}]'}
+    assert info["verifier_text"] == {"format": tools_calls.FORMAT_TEXT, "call": '[{"name":"set_alarm","arguments":{"hour":7,"label":"rain"}}]'}
 
 
 def test_step_needs_an_open_episode():
@@ -215,7 +215,7 @@ GOOD = '<think>a b</think><tool_call>[{"name":"f","arguments":{"a":1}}]</tool_ca
     ],
 )
 def test_format(text, expected):
-    assert tools.format_ok(text) is expected
+    assert tools_calls.format_ok(text) is expected
 
 
 F1 = [{"name": "f", "arguments": {"a": 1}}]
@@ -259,12 +259,12 @@ F1 = [{"name": "f", "arguments": {"a": 1}}]
     ],
 )
 def test_parser(text, calls):
-    assert tools.parse_calls(text) == calls
+    assert tools_calls.parse_calls(text) == calls
 
 
 def test_python_and_json_forms_agree():
     for task in TASKS.train[:300]:
-        calls = tools.reference_calls(task["answers"], task["functions"])
+        calls = tools_calls.reference_calls(task["answers"], task["functions"])
         python = "[" + ", ".join(f"{c['name']}({', '.join(f'{k}={v!r}' for k, v in c['arguments'].items() if k != 'from')})" for c in calls) + "]"
         if "from" not in {key for call in calls for key in call["arguments"]}:  # a Python keyword
             assert play(task, python)["rewards"] == {"format": 0.0, "call": 1.0}
@@ -301,7 +301,7 @@ def test_hostile_text_is_just_wrong(text):
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.lists(st.sampled_from([*'<>/[]{}():,="\\ \nfa1.', *tools.TAGS, "name", "arguments"]) | st.characters(), max_size=60).map("".join))
+@given(st.lists(st.sampled_from([*'<>/[]{}():,="\\ \nfa1.', *tools_calls.TAGS, "name", "arguments"]) | st.characters(), max_size=60).map("".join))
 def test_any_text_gets_a_verdict_and_ordered_regions(text):
     assert set(play(ALARM, text)["rewards"].values()) <= {0.0, 1.0}
     end = 0
@@ -311,13 +311,13 @@ def test_any_text_gets_a_verdict_and_ordered_regions(text):
 
 
 def test_huge_integer_for_a_float_is_wrong():
-    assert tools.argument_matches(10**400, [1.5], {"type": "float"}) is False
-    assert tools.argument_matches(2, [2.0], {"type": "float"}) is True
+    assert tools_calls.argument_matches(10**400, [1.5], {"type": "float"}) is False
+    assert tools_calls.argument_matches(2, [2.0], {"type": "float"}) is True
 
 
 def test_too_many_calls_are_refused():
-    assert tools.parse_calls(json.dumps(F1 * tools.MAX_CALLS)) == F1 * tools.MAX_CALLS
-    assert tools.parse_calls(json.dumps(F1 * (tools.MAX_CALLS + 1))) is None
+    assert tools_calls.parse_calls(json.dumps(F1 * tools_calls.MAX_CALLS)) == F1 * tools_calls.MAX_CALLS
+    assert tools_calls.parse_calls(json.dumps(F1 * (tools_calls.MAX_CALLS + 1))) is None
 
 
 def test_regions():
@@ -326,7 +326,7 @@ def test_regions():
     named = {}
     for name, start, end in spans:
         named.setdefault(name, []).append(text[start:end])
-    assert named["tags"] == list(tools.TAGS)
+    assert named["tags"] == list(tools_calls.TAGS)
     assert named["reasoning"] == ["go on"]
     assert named["function_name"] == ["f"]
     assert named["argument_name"] == ["a", "bc", "d"]
@@ -368,21 +368,21 @@ def test_regions():
     ],
 )
 def test_argument_rules(value, accepted, schema, expected):
-    assert tools.argument_matches(value, accepted, schema) is expected
+    assert tools_calls.argument_matches(value, accepted, schema) is expected
 
 
 def test_categories():
     functions, answers = ALARM["functions"], ALARM["answers"]
     right = [{"name": "set_alarm", "arguments": {"hour": 7}}]
     other = [{"name": "set_alarm", "arguments": {"hour": 8}}]
-    assert tools.calls_match(right, "simple", functions, answers)
-    assert not tools.calls_match(right * 2, "simple", functions, answers)
+    assert tools_calls.calls_match(right, "simple", functions, answers)
+    assert not tools_calls.calls_match(right * 2, "simple", functions, answers)
     two = [*answers, {"set_alarm": {"hour": [8]}}]
-    assert tools.calls_match(other + right, "live_parallel", functions, two)
-    assert not tools.calls_match(right + right, "parallel", functions, two)
+    assert tools_calls.calls_match(other + right, "live_parallel", functions, two)
+    assert not tools_calls.calls_match(right + right, "parallel", functions, two)
     for calls, none_wanted, any_wanted in ((None, True, False), ([], True, False), (right, False, True)):
-        assert tools.calls_match(calls, "irrelevance", functions, []) is none_wanted
-        assert tools.calls_match(calls, "live_relevance", functions, []) is any_wanted
+        assert tools_calls.calls_match(calls, "irrelevance", functions, []) is none_wanted
+        assert tools_calls.calls_match(calls, "live_relevance", functions, []) is any_wanted
 
 
 # ---------------------------------------------------------------- the official checker
@@ -409,9 +409,9 @@ def official_checker(monkeypatch):
 def compare(verdict, tasks):
     rng, pairs, positive = random.Random(0), 0, 0
     for task in tasks:
-        for name, calls in mutations(tools.reference_calls(task["answers"], task["functions"]), rng):
+        for name, calls in mutations(tools_calls.reference_calls(task["answers"], task["functions"]), rng):
             theirs = verdict(task, calls)
-            assert tools.calls_match(calls, task["category"], task["functions"], task["answers"]) is theirs, (task["id"], name, calls)
+            assert tools_calls.calls_match(calls, task["category"], task["functions"], task["answers"]) is theirs, (task["id"], name, calls)
             pairs += 1
             positive += theirs
     return pairs, positive
@@ -422,7 +422,7 @@ def test_agrees_with_the_official_checker(monkeypatch):
     verdict, folder = official_checker(monkeypatch)
     for source in (real_data("bfcl_v4"), folder):
         loaded = tools.load(str(source))
-        tasks = [task for task in [*loaded.train, *loaded.eval] if task["category"] in tools.AST_CATEGORIES]
+        tasks = [task for task in [*loaded.train, *loaded.eval] if task["category"] in tools_calls.AST_CATEGORIES]
         pairs, positive = compare(verdict, tasks)
         assert pairs > 20 * len(tasks) and positive > len(tasks)
     assert len(tasks) == 2351 and pairs > 100_000
