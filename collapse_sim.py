@@ -33,6 +33,7 @@ from statistics import NormalDist
 import numpy as np
 from numba import njit
 
+from common.arguments import parse_args
 from common.collapse_tools import (
     adam_flush,
     adam_tables,
@@ -49,7 +50,8 @@ from common.collapse_tools import (
     standard_error,
     table,
 )
-from common.run import Panel, Run, parse_args
+from common.curves import Panel
+from common.run import Run
 
 
 @dataclass

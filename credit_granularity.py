@@ -43,6 +43,9 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from common import envs
+from common.arguments import ArgumentError, compare_args, parse_args
+from common.checkpoints import checkpoint_folders
+from common.curves import Panel, RunError, read_json, read_jsonl
 from common.engine import EngineError, Sampling, make_engine
 from common.envs.editing import EditingError, render
 from common.envs.editing_judges import REFLECTION, VOTES, mixing_score, outcome, outcome_prompt, parse, process_prompt, rule_process_votes
@@ -52,20 +55,8 @@ from common.judges import Judge, JudgeError, Request, fence, make_judge, object_
 from common.packing import EMPTY, PackedBatch, check_packing, forward_hidden, micro_batches, pack_rows
 from common.policies import PolicyError, TinyConfig, load_policy, stop_token_ids
 from common.processes import Processes, full_weights, load_training_state, no_sync, training_state
-from common.run import (
-    ArgumentError,
-    Panel,
-    Run,
-    RunError,
-    checkpoint_folders,
-    compare_args,
-    distributed,
-    is_maximum,
-    parse_args,
-    read_json,
-    read_jsonl,
-    reduce_metrics,
-)
+from common.ranks import distributed, is_maximum, reduce_metrics
+from common.run import Run
 from common.viewer import write_credit_html
 from kernels.segment_scan import segment_stats
 

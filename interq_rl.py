@@ -35,12 +35,15 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from common import envs
+from common.arguments import ArgumentError, parse_args
+from common.curves import Panel, RunError, read_jsonl
 from common.engine import EngineError, Sampling, make_engine
 from common.packing import EMPTY, PackedBatch, check_packing, forward_hidden, micro_batches, pack_rows
 from common.policies import PolicyError, TinyConfig, load_policy, stop_token_ids
 from common.processes import Processes, full_weights, load_training_state, no_sync, training_state
 from common.quantized import quantized
-from common.run import ArgumentError, Panel, Run, RunError, distributed, is_maximum, parse_args, read_jsonl, reduce_metrics
+from common.ranks import distributed, is_maximum, reduce_metrics
+from common.run import Run
 from common.viewer import write_credit_html
 from kernels.segment_scan import segment_cumsum, segment_stats
 

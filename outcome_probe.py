@@ -27,13 +27,16 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from common import envs
-from common.curves import t_quantile
+from common.arguments import ArgumentError, parse_args
+from common.curves import Panel, RunError, read_json, read_jsonl, t_quantile
 from common.engine import Sampling, make_engine
 from common.envs import maths
+from common.files import write_atomic
 from common.packing import EMPTY, PackedBatch, check_packing, forward_hidden, micro_batches, pack_rows
 from common.policies import TinyConfig, load_policy, stop_token_ids
 from common.processes import Processes, full_weights, load_training_state, no_sync, training_state
-from common.run import ArgumentError, Panel, Run, RunError, distributed, is_maximum, parse_args, read_json, read_jsonl, reduce_metrics, write_atomic
+from common.ranks import distributed, is_maximum, reduce_metrics
+from common.run import Run
 
 CHANNELS = ("plain", "hint", "control", "teacher", "setup", "questions", "reward")
 NOT_DEMONSTRATED = 1000  # leading training tasks that the warm start does not show: the probe trains on these

@@ -22,11 +22,12 @@ import torch
 from tqdm import tqdm
 
 from common import envs
+from common.arguments import ArgumentError
+from common.curves import RunError
 from common.engine import EngineError, Sampling, make_engine
 from common.envs import DataError, maths
 from common.judges import JudgeError, Request, fence, make_judge, object_schema
 from common.policies import PolicyError, TinyConfig, load_policy, stop_token_ids
-from common.run import ArgumentError, RunError
 from outcome_decomp import wilson
 from outcome_probe import encode, warm_start_conversations
 from outcome_records import Record, Source, write_records

@@ -28,8 +28,8 @@ import tyro
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[0] = str(ROOT)  # in place of this folder, whose file names must not shadow scripts
+from common.checkpoints import newest_checkpoint  # noqa: E402
 from common.curves import STYLE, RunError, mean_interval, read_json, read_jsonl, series, t_quantile  # noqa: E402
-from common.run import newest_checkpoint  # noqa: E402
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ import numpy as np
 from jinja2 import Environment
 from scipy.stats import spearmanr
 
+from common.arguments import compare_args
 from common.curves import COLOURS, MAY_CHANGE, STYLE, RunError, mean_interval, read_json, read_jsonl, run_folder_of, series, smooth, t_quantile
-from common.run import compare_args
 
 ORDER = ("outcome", "prm_fixed", "prm_decay", "opsd reference", "opsd turn_advice")
 FAMILIES = ("CS", "NS", "RC", "FC")

@@ -126,7 +126,7 @@ class Usage:
         return replace(self)
 
     def pairs(self, prefix: str = "judge") -> dict[str, tuple[float, float]]:
-        """(sum, count) pairs for `common.run.reduce_metrics`; counts come out as the mean over processes."""
+        """(sum, count) pairs for `common.ranks.reduce_metrics`; counts come out as the mean over processes."""
         shares = {
             "fail_frac": (self.missing, self.requests),
             "abstain_frac": (self.abstentions, self.votes),

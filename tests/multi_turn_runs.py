@@ -10,7 +10,8 @@ import script_runner
 import torch
 
 from common import envs, policies
-from common.run import newest_checkpoint, read_jsonl
+from common.checkpoints import newest_checkpoint
+from common.curves import read_jsonl
 
 COLOURS = ("red", "blue", "green", "gold")
 

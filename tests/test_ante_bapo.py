@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 import ante_bapo
 from ante_bapo import ACTION, DECISION, FORECAST, SUMMARY, Anticipator, Args, Episode, Turn, make_layout, parse_belief, render
 from common import envs, policies
+from common.arguments import ArgumentError
 from common.engine import Sample, Sampling
 from common.envs import repo
 from common.envs.repo_hindsight import hindsight
 from common.packing import pack_rows
 from common.reliability import draw_reliability, reliability
-from common.run import ArgumentError
 from common.trajectories import read_trajectories
 
 F64 = torch.float64

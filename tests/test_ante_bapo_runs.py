@@ -21,7 +21,7 @@ from multi_turn_runs import Result, both, equal, flags, near
 
 import ante_bapo
 from common import envs, policies
-from common.run import newest_checkpoint
+from common.checkpoints import newest_checkpoint
 
 COLOURS = ("red", "blue", "green")
 

@@ -16,11 +16,12 @@ from hypothesis import strategies as st
 
 import credit_granularity as cg
 from common import envs
+from common.arguments import ArgumentError
+from common.curves import RunError
 from common.granularity_report import FALL, over_seeds, reward_curves, write_report
 from common.judges import Answer, Vote
 from common.packing import pack_rows
 from common.policies import tiny_tokenizer
-from common.run import ArgumentError, RunError
 from common.viewer import write_credit_html
 from credit_granularity import Args, Episode, Student, Turn, make_layout
 

@@ -21,8 +21,10 @@ import common.curves
 import common.run
 import credit_granularity as cg
 from common import envs, policies
+from common.arguments import parse_args
+from common.checkpoints import newest_checkpoint, read_checkpoint
+from common.curves import RunError
 from common.envs import editing, editing_films
-from common.run import RunError, newest_checkpoint, parse_args, read_checkpoint
 
 script_runner.PRELOAD += ["common.judges", "common.envs.editing"]  # read when the first run of the session starts the server
 PRIVILEGED = ("reference", "turn_advice")

@@ -109,7 +109,7 @@ def test_wrong_arguments(bench, tmp_path, changes, text):
 def test_plans_name_flags_that_their_scripts_have(bench, monkeypatch):
     import importlib
 
-    from common.run import parse_args
+    from common.arguments import parse_args
 
     monkeypatch.setattr(bench, "ROOT", Path(__file__).parents[1])
     for name in bench.PLANS:

@@ -19,7 +19,8 @@ from test_fork import ideal
 
 import fork
 from common import envs, policies
-from common.run import newest_checkpoint, read_jsonl
+from common.checkpoints import newest_checkpoint
+from common.curves import read_jsonl
 
 script_runner.PRELOAD += ["common.judges", "common.envs.rubric"]  # read when the first run of the session starts the server
 LR = 2e-3

@@ -15,7 +15,8 @@ import torch
 from conftest import need_module
 from multi_turn_runs import Workshop, equal, near
 
-from common.run import newest_checkpoint, read_jsonl
+from common.checkpoints import newest_checkpoint
+from common.curves import read_jsonl
 from interq_rl import PRESETS
 
 

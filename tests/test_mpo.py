@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 
 import mpo
 from common import envs
+from common.arguments import ArgumentError
 from common.engine import Sample, Sampling
 from common.packing import EMPTY, pack, pack_rows
 from common.policies import PolicyError, tiny_tokenizer
-from common.run import ArgumentError
 from kernels.segment_scan import segment_scan
 from mpo import Args, Episode, Turn, make_layout
 

@@ -21,7 +21,8 @@ import torch
 from conftest import need_module
 
 from common import envs, policies
-from common.run import newest_checkpoint, read_jsonl
+from common.checkpoints import newest_checkpoint
+from common.curves import read_jsonl
 
 LR = 1e-3
 BASE = {

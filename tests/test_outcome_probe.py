@@ -18,8 +18,10 @@ import mrtpo
 import outcome_probe
 import outcome_sample
 from common import envs, policies
+from common.arguments import ArgumentError
+from common.checkpoints import newest_checkpoint
+from common.curves import read_jsonl
 from common.envs import DataError, maths
-from common.run import ArgumentError, newest_checkpoint, read_jsonl
 from outcome_decomp import Probe, Recheck, Sample
 from outcome_probe import Response
 from outcome_records import Source, write_records

@@ -47,7 +47,7 @@ def test_every_flag_is_documented_and_read(path):
         if isinstance(node, ast.AnnAssign):
             assert isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant), f"--{node.target.id} has no help line"
     text = "".join(p.read_text() for p in ROOT.glob(f"{path.stem.split('_')[0]}*.py"))  # a script and its companion
-    by_run = {"env", "seed", "out", "resume", "track", "num_updates"}  # read by common/run.py
+    by_run = {"env", "seed", "out", "resume", "track", "num_updates"}  # read by common/run.py and common/arguments.py
     dead = [name for name in fields if name not in by_run and not re.search(rf"\w\.{name}\b|[\"']{name}[\"']|\b{name}=", text)]
     assert not dead, "flags that nothing reads"
 
@@ -85,3 +85,8 @@ def test_shipped_policies_belong_to_the_present_demonstrations(script, env, monk
 
 def test_no_policy_is_shipped_for_nothing():
     assert len(list(policies.SHIPPED.glob("tiny-*"))) == len(shipped())
+
+
+def test_no_module_of_common_is_longer_than_600_lines():
+    lengths = {str(p.relative_to(ROOT)): len(p.read_text().splitlines()) for p in (ROOT / "common").rglob("*.py")}
+    assert not {name: length for name, length in lengths.items() if length > 600}

@@ -24,8 +24,12 @@ from hypothesis import strategies as st
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from common import curves, run
-from common.run import Panel, Run, RunError, compare_args, load_checkpoint, parse_args, read_jsonl, reduce_metrics
+from common import arguments, checkpoints, curves, files, run
+from common.arguments import compare_args, parse_args
+from common.checkpoints import load_checkpoint
+from common.curves import Panel, RunError, read_jsonl
+from common.ranks import reduce_metrics
+from common.run import Run
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -107,9 +111,9 @@ def test_secrets_never_reach_the_folder(monkeypatch):
 
 
 def test_secret_names():
-    assert all(run.is_secret(name) for name in ("key", "judge_api_key", "hf_token", "--hf-token", "client_secret", "secret_name", "password", "auth"))
-    assert not any(run.is_secret(name) for name in ("max_new_tokens", "token_level", "key_metrics", "monkey", "tokens", "author"))
-    assert run.redact("headers", {"api_key": "sk-1", "n": 3}) == {"api_key": "<redacted>", "n": 3}
+    assert all(arguments.is_secret(name) for name in ("key", "judge_api_key", "hf_token", "--hf-token", "client_secret", "secret_name", "password", "auth"))
+    assert not any(arguments.is_secret(name) for name in ("max_new_tokens", "token_level", "key_metrics", "monkey", "tokens", "author"))
+    assert arguments.redact("headers", {"api_key": "sk-1", "n": 3}) == {"api_key": "<redacted>", "n": 3}
 
 
 def test_compare_args():
@@ -196,8 +200,8 @@ def test_torn_and_bad_lines(tmp_path):
     path = tmp_path / "m.jsonl"
     path.write_bytes(b'{"step":1}\n{"step":2}\n{"step":3,"a":')
     assert read_jsonl(path) == [{"step": 1}, {"step": 2}]
-    assert run.cut_jsonl(path, 1) == 2 and path.read_bytes() == b'{"step":1}\n'
-    assert run.cut_jsonl(tmp_path / "absent", 1) == 0 and read_jsonl(tmp_path / "absent") == []
+    assert files.cut_jsonl(path, 1) == 2 and path.read_bytes() == b'{"step":1}\n'
+    assert files.cut_jsonl(tmp_path / "absent", 1) == 0 and read_jsonl(tmp_path / "absent") == []
     for bad in (b"{oops\n", b"[1]\n", b'{"a":1}\n', b'{"step":"1"}\n', b"\xff\n", b"\n"):
         path.write_bytes(b'{"step":1}\n' + bad + b'{"step":2}\n')
         with pytest.raises(RunError, match=r"m\.jsonl line 2"):
@@ -210,7 +214,7 @@ def test_cut_keeps_exactly_the_lines_up_to_the_step(tmp_path_factory, steps, las
     path = tmp_path_factory.mktemp("cut") / "m.jsonl"
     lines = [f'{{"step":{s},"i":{i}}}\n'.encode() for i, s in enumerate(steps)]
     path.write_bytes(b"".join(lines) + torn)
-    gone = run.cut_jsonl(path, last)
+    gone = files.cut_jsonl(path, last)
     assert path.read_bytes() == b"".join(line for line, s in zip(lines, steps) if s <= last)
     assert gone == sum(s > last for s in steps) + bool(torn)
 
@@ -264,9 +268,9 @@ def test_random_states_come_back_bit_for_bit():
     random.seed(99), np.random.seed(99), torch.manual_seed(99)
     load_checkpoint(r.folder)
     assert [draw() for _ in range(3)] == expected
-    before = run.rng_state()
+    before = checkpoints.rng_state()
     load_checkpoint(r.folder, restore_rng=False)
-    after = run.rng_state()
+    after = checkpoints.rng_state()
     assert before["python"] == after["python"] and torch.equal(before["torch"], after["torch"])
     r.close()
 
@@ -318,7 +322,7 @@ def test_state_that_a_safe_load_could_not_read_is_refused(state, message):
     r = make()
     with pytest.raises(RunError, match=message):
         r.save_checkpoint(1, state)
-    assert run.checkpoint_folders(r.folder) == [] and list((r.folder / "checkpoints").iterdir()) == []
+    assert checkpoints.checkpoint_folders(r.folder) == [] and list((r.folder / "checkpoints").iterdir()) == []
     r.close()
 
 
@@ -326,14 +330,14 @@ def test_keeps_the_last_n_and_never_overwrites():
     r = make(keep=2)
     for step in (1, 2, 3):
         r.save_checkpoint(step, {"v": step})
-    assert [p.name for p in run.checkpoint_folders(r.folder)] == ["00000003", "00000002"]
+    assert [p.name for p in checkpoints.checkpoint_folders(r.folder)] == ["00000003", "00000002"]
     r.save_checkpoint(3, {"v": 30})
-    assert [p.name for p in run.checkpoint_folders(r.folder)] == ["00000003.2", "00000003"]
+    assert [p.name for p in checkpoints.checkpoint_folders(r.folder)] == ["00000003.2", "00000003"]
     assert load_checkpoint(r.folder) == (3, {"v": 30})
     assert load_checkpoint(r.folder / "checkpoints" / "00000003") == (3, {"v": 3})
     for _ in range(9):
         r.save_checkpoint(3, {"v": 31})
-    assert run.checkpoint_folders(r.folder)[0].name == "00000003.11"  # by number, not by letter
+    assert checkpoints.checkpoint_folders(r.folder)[0].name == "00000003.11"  # by number, not by letter
     with pytest.raises(ValueError, match="keep=0"):
         make(keep=0)
     r.close()
@@ -628,7 +632,7 @@ def test_a_real_process_stopped_anywhere_continues_bit_for_bit(number):
         assert os.WEXITSTATUS(status) == 128 + number
         latest = int(Path("x/checkpoints/latest").read_text())
         assert read_jsonl(Path("x/metrics.jsonl"))[-1]["step"] == latest == int(said.split()[-1])  # nothing done is lost
-    end = run.checkpoint_order(run.checkpoint_folders(Path("x"))[0])[0] + 15
+    end = checkpoints.checkpoint_order(checkpoints.checkpoint_folders(Path("x"))[0])[0] + 15
     assert loop(Args(resume="x", num_updates=end), os.open(os.devnull, os.O_WRONLY)) == 0
     generator = random.Random(1)
     assert read_jsonl(Path("x/metrics.jsonl")) == [{"step": u, "x": generator.random()} for u in range(1, end + 1)]
@@ -676,7 +680,9 @@ def test_checkpoint_on_a_full_disk_leaves_the_previous_one(tmp_path):
     """A real refusal by the kernel in a child process: no file may grow beyond 2 MB, as on a disk with that much room."""
     program = textwrap.dedent("""
         import dataclasses, resource, sys, torch
-        from common.run import Run, RunError, load_checkpoint
+        from common.checkpoints import load_checkpoint
+        from common.curves import RunError
+        from common.run import Run
         @dataclasses.dataclass
         class Args:
             out: str = "x"
@@ -773,7 +779,9 @@ def test_ranks_share_one_run(tmp_path):
         import dataclasses, os, random, sys
         from datetime import timedelta
         import torch
-        from common.run import Run, RunError, distributed, reduce_metrics
+        from common.curves import RunError
+        from common.ranks import distributed, reduce_metrics
+        from common.run import Run
         @dataclasses.dataclass
         class Args:
             env: str = "sql"

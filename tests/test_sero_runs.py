@@ -12,7 +12,7 @@ import torch
 from multi_turn_runs import Doors, Workshop, equal, near
 
 from common import envs, policies
-from common.run import newest_checkpoint
+from common.checkpoints import newest_checkpoint
 
 
 @pytest.fixture(scope="module")
