@@ -396,22 +396,12 @@ def test_embedded_words_and_lengths(embedded):
     assert max(prompts) <= 60 and max(answers) <= 64 and min(reasons) >= 4 and max(reasons) <= 24 and sum(reasons) / len(reasons) < 12
 
 
-def test_demonstrations_solve_and_mistakes_fail(embedded):
-    expected = {"column": (1.0, 0.0, 0.0), "table": (1.0, 0.0, 0.0), "result": (1.0, 1.0, 0.0)}
+def test_demonstrations_solve(embedded):
     env, rng = embedded.make_env(), random.Random(2)
     for task in [*embedded.train[:400], *embedded.eval]:
         messages = embedded.demonstrate(task, rng)
         assert messages[:-1] == env.reset(task) and [message["role"] for message in messages] == ["user", "assistant"]
         assert env.step(messages[-1]["content"])[4]["rewards"] == {"format": 1.0, "executes": 1.0, "result": 1.0}
-        for kind in sql_tasks.MISTAKES:
-            env.reset(task)
-            info = env.step(sql_tasks.mistake(task, rng, kind)[-1]["content"])[4]
-            if kind == "format":
-                assert info["rewards"]["format"] == 0.0
-            else:
-                assert tuple(info["rewards"].values()) == expected[kind]
-            if kind in ("column", "table"):
-                assert info["verifier_text"]["executes"].startswith(f"no such {kind}: ")
 
 
 def test_references_discriminate(embedded):

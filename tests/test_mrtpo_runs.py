@@ -498,6 +498,47 @@ def test_killed_inside_a_checkpoint(shop, whole):
     assert second.lasting == whole.lasting  # update 3 stands once
 
 
+def killed_at(process, moment):
+    """SIGKILL as soon as ``moment()`` holds; returns the exit code, 0 if the run was through first."""
+    while process.is_alive() and not moment():
+        process.join(0.001)
+    process.kill()
+    return script_runner.finish(process).code
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_killed_at_random_moments(shop, whole, seed):
+    """kill -9 three times, each time when a line of a log, a begun checkpoint or a finished one appears, drawn anew; then the run ends as if undisturbed."""
+    rng, out = random.Random(seed), shop.path()
+    argv = shop.argv(out, num_updates=4, save_every=1)
+
+    def moment(done):
+        """A test for the drawn moment, which lies after update ``done`` and before the checkpoint of ``done + 2`` is complete."""
+        log, lines = out / "metrics.jsonl", done + rng.choice((2, 2, 3))
+        episodes = (out / "episodes.jsonl").stat().st_size if (out / "episodes.jsonl").exists() else 0
+        saved = out / "checkpoints" / f"{done + 1:08d}"
+        begun = out / "checkpoints" / f".writing-{saved.name}"
+        started = lambda: done == 0 or (out / "checkpoints" / f"{done:08d}").exists()  # noqa: E731
+        kinds = {
+            "metrics line": lambda: log.exists() and log.read_bytes().count(b"\n") >= lines,
+            "episode": lambda: (out / "episodes.jsonl").exists() and (out / "episodes.jsonl").stat().st_size > episodes,
+            "checkpoint begun": begun.exists,
+            "checkpoint": saved.exists,
+        }
+        kind = rng.choice(sorted(kinds)) if done else "checkpoint"  # a run without a checkpoint cannot be resumed
+        return lambda: started() and kinds[kind]()
+
+    codes = [killed_at(script_runner.start("mrtpo.py", argv, out.with_suffix(".log")), moment(0))]
+    for _ in range(2):
+        done = newest_checkpoint(out)[1]["step"]
+        codes.append(killed_at(script_runner.start("mrtpo.py", flags(resume=out), shop.path().with_suffix(".log")), moment(done)))
+    assert codes.count(137) >= 2 and set(codes) <= {0, 137}, codes
+    last = shop.resume(out)
+    last.ok()
+    assert equal(last.state, whole.state)
+    assert last.lasting == whole.lasting
+
+
 def test_ctrl_c_saves_and_resumes(shop, whole):
     r = shop.run(hook=functools.partial(script_runner.interrupt_after_generate, 3), num_updates=4, save_every=0)
     assert r.code == 130

@@ -38,18 +38,53 @@ def test_regions_are_byte_identical_in_every_script():
     assert seen, "no region found: the pattern or the marks are broken"
 
 
+def flags_nothing_reads(script, companions=()):
+    """Fields of Args that neither the script (a source text) nor a companion reads outside Args and its checks: as `args.NAME`, `self.args.NAME`,
+    getattr with a literal, or, for collapse_sim.py, as `s.NAME` of a Setting that has all the fields by the same names."""
+    tree = ast.parse(script)
+    [args] = [n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "Args"]
+    holders = {"args", "s"} if "Setting = " in script else {"args"}
+    read = set()
+    for node in (n for text in (script, *companions) for n in ast.parse(text).body):
+        if (isinstance(node, ast.ClassDef) and node.name == "Args") or (isinstance(node, ast.FunctionDef) and node.name.startswith("check_")):
+            continue
+        for n in ast.walk(node):
+            if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Load):
+                holder = n.value.id if isinstance(n.value, ast.Name) else n.value.attr if isinstance(n.value, ast.Attribute) else ""
+                read |= {n.attr} if holder in holders else set()
+            elif isinstance(n, ast.Call) and isinstance(n.func, ast.Name) and n.func.id == "getattr" and isinstance(n.args[1], ast.Constant):
+                read.add(n.args[1].value)
+    return [n.target.id for n in args.body if isinstance(n, ast.AnnAssign) and n.target.id not in read | {"out", "track"}]  # common/run.py reads these two
+
+
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda p: p.name)
 def test_every_flag_is_documented_and_read(path):
     tree = ast.parse(path.read_text())
     [args] = [n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "Args"]
-    fields = [n.target.id for n in args.body if isinstance(n, ast.AnnAssign)]
     for node, after in zip(args.body, [*args.body[1:], None]):
         if isinstance(node, ast.AnnAssign):
             assert isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant), f"--{node.target.id} has no help line"
-    text = "".join(p.read_text() for p in ROOT.glob(f"{path.stem.split('_')[0]}*.py"))  # a script and its companion
-    by_run = {"env", "seed", "out", "resume", "track", "num_updates"}  # read by common/run.py and common/arguments.py
-    dead = [name for name in fields if name not in by_run and not re.search(rf"\w\.{name}\b|[\"']{name}[\"']|\b{name}=", text)]
+    companions = [p.read_text() for p in ROOT.glob(f"{path.stem.split('_')[0]}_*.py") if p != path]
+    dead = set(flags_nothing_reads(path.read_text(), companions)) - NOT_BY_NAME.get(path.name, set())
     assert not dead, "flags that nothing reads"
+
+
+NOT_BY_NAME = {"credit_granularity.py": {"compare"}}  # --compare is taken off the command line before Args is parsed; the field is there for --help
+
+
+def test_a_dead_flag_is_found():
+    source = '''
+class Args:
+    used: int = 1
+    """read"""
+    dead: int = 1
+    """read by its check only"""
+def check_args(args):
+    assert args.dead > 0
+def main(args, other):
+    return args.used + other.dead
+'''
+    assert flags_nothing_reads(source) == ["dead"]
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda p: p.name)
@@ -67,11 +102,30 @@ def test_common_and_kernels_import_no_script():
         assert not imported & {p.stem for p in SCRIPTS}, path
 
 
-def shipped():
-    spec = importlib.util.spec_from_file_location("build_policies", ROOT / "benchmarks" / "build_policies.py")
+def module_of(path):
+    spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.SHIPPED
+    return module
+
+
+def test_deduced_choices_are_listed_as_they_are():
+    """Fails after a change to a help text or a page: run python docs/deduced.py."""
+    assert (ROOT / "docs" / "deduced.md").read_text() == module_of(ROOT / "docs" / "deduced.py").document()
+
+
+HEADINGS = [r".*formula to line", r"Logged metrics|Diagnostics", "Deduced choices", "Results"]  # others may stand between
+
+
+@pytest.mark.parametrize("path", [p for p in SCRIPTS if p.name != "collapse_sim.py"], ids=lambda p: p.name)
+def test_pages_of_the_training_scripts_have_the_same_parts_in_the_same_order(path):
+    titles = re.findall(r"^## (.*)$", (ROOT / "docs" / f"{path.stem}.md").read_text(), re.M)
+    places = [[i for i, title in enumerate(titles) if re.fullmatch(heading, title)] for heading in HEADINGS]
+    assert all(len(found) == 1 for found in places) and places == sorted(places), titles
+
+
+def shipped():
+    return module_of(ROOT / "benchmarks" / "build_policies.py").SHIPPED
 
 
 @pytest.mark.parametrize("script, env", shipped())
@@ -90,3 +144,44 @@ def test_no_policy_is_shipped_for_nothing():
 def test_no_module_of_common_is_longer_than_600_lines():
     lengths = {str(p.relative_to(ROOT)): len(p.read_text().splitlines()) for p in (ROOT / "common").rglob("*.py")}
     assert not {name: length for name, length in lengths.items() if length > 600}
+
+
+UNREFERENCED = {  # reason why nothing in the repository but tests and documents names them
+    "sweep_": "collapse_sim.py collects its sweeps by this prefix",
+    "quantize": "public, docs/kernels.md",
+    "dequantize": "public, docs/kernels.md",
+    "quantize_kv": "public, docs/kernels.md",
+    "segment_offsets": "public, docs/kernels.md",
+    "js_distance_reference": "the plain reference of the kernel",
+    "agreement": "public, docs/judges.md",
+    "agreement_table": "public, docs/judges.md",
+    "skyrl_env": "our environments for skyrl-gym",
+    "openenv_environment": "our environments for OpenEnv",
+}
+
+
+def unreferenced(files):
+    """Top-level functions and classes of the scripts, common/ and kernels/ that no other top-level statement of ``files`` {path: text} names."""
+    defined, named = [], set()
+    for path, text in files.items():
+        for node in ast.parse(text).body:
+            own = node.name if isinstance(node, (ast.FunctionDef, ast.ClassDef)) else None
+            names = set()
+            for n in ast.walk(node):
+                if isinstance(n, (ast.Name, ast.Attribute)):
+                    names.add(n.id if isinstance(n, ast.Name) else n.attr)
+                elif isinstance(n, ast.Constant) and isinstance(n.value, str) and n.value.isidentifier():
+                    names.add(n.value)
+            named |= names - {own}
+            defined += [own] if own and path.split("/")[0] not in ("benchmarks", "docs") else []
+    return sorted(set(defined) - named)
+
+
+def test_every_helper_is_used_outside_the_tests():
+    files = {
+        str(p.relative_to(ROOT)): p.read_text() for folder in (".", "common", "common/envs", "kernels", "benchmarks") for p in (ROOT / folder).glob("*.py")
+    }
+    found = unreferenced(files)
+    assert not [name for name in found if not name.startswith("sweep_") and name not in UNREFERENCED]
+    assert not [name for name in UNREFERENCED if name != "sweep_" and name not in found], "the list of exceptions is out of date"
+    assert unreferenced({"common/a.py": "def one():\n    one()\ndef two():\n    pass\ntwo()"}) == ["one"]

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from common.envs import Message, sql_score
-from common.envs.sql_score import SQL_CLOSE, SQL_OPEN, TAGS, THINK_CLOSE, THINK_OPEN, messages_for, spider_equal
+from common.envs.sql_score import SQL_CLOSE, SQL_OPEN, THINK_CLOSE, THINK_OPEN, messages_for, spider_equal
 from common.sandbox import run_sql
 
 # ---------------------------------------------------------------------------------------------------------------------------------------------------
@@ -40,7 +40,7 @@ FILLERS = ["ok", "let me see", "look at the schema", "this is easy", "step by st
 
 TRAIN_DATABASES, EVAL_DATABASES = 64, 16
 TRAIN_TASKS, EVAL_TASKS = 6_000, 256
-WRONG_KEPT = 3  # wrong queries kept with a task, for mistakes in a warm start
+WRONG_KEPT = 3  # wrong queries kept with a task
 GENERATOR_SEED = 20_261
 
 
@@ -482,34 +482,4 @@ def careless(task: dict[str, Any], rng: random.Random) -> list[Message]:
     text = answer["content"].replace(task["query"], query)
     if rng.random() < 0.55:
         text = text.removesuffix(" " + SQL_CLOSE)
-    return [*messages, {"role": "assistant", "content": text}]
-
-
-MISTAKES = ("column", "table", "format", "result")
-
-
-def mistake(task: dict[str, Any], rng: random.Random, kind: str = "") -> list[Message]:
-    """Like ``demonstrate``, with one mistake (of ``MISTAKES``, drawn when not given): an unknown ``column`` or ``table``, which SQLite reports; a broken
-    ``format``; a query that runs and gives another ``result``. For warm starts that must have seen the verifier texts of failures.
-    """
-    kind = kind or rng.choice(MISTAKES)
-    *messages, answer = demonstrate(task, rng)
-    text = answer["content"]
-    if kind == "format":
-        tag = rng.choice(TAGS)
-        text = rng.choice((text.replace(tag + " ", "").replace(" " + tag, ""), text.replace(tag, f"{tag} {tag}"), f"{text} {rng.choice(FILLERS)}"))
-    else:
-        known = set(re.findall(r"\w+", task["schema"]))
-        query = task["query"]
-        tables, columns = [w for w in TABLES if w in known], [w for w in ("name", *NUMBERS, *CATEGORIES) if re.search(rf"\b{w}\b", query)]
-        if kind == "table":
-            old = rng.choice([w for w in tables if re.search(rf"\b{w}\b", query)])
-            query = re.sub(rf"\b{old}\b", rng.choice([w for w in TABLES if w not in known]), query)
-        elif kind == "column" and columns:
-            query = re.sub(rf"\b{rng.choice(columns)}\b", rng.choice([w for w in NUMBERS if w not in known]), query)
-        elif kind == "column":
-            query = query.replace("*", rng.choice([w for w in NUMBERS if w not in known]), 1)
-        else:
-            query = rng.choice(task["wrong"])
-        text = text.replace(task["query"], query)
     return [*messages, {"role": "assistant", "content": text}]
