@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -73,10 +74,20 @@ def compare_args(saved: dict[str, Any], new: dict[str, Any], may_change: frozens
     return changed
 
 
+def check_out(out: str | os.PathLike[str]) -> None:
+    """Raises ArgumentError when no folder can be made, or nothing written, at ``--out``: said before a model is loaded, not after."""
+    path = Path(out).absolute()
+    nearest = next(p for p in (path, *path.parents) if p.exists())
+    if not nearest.is_dir():
+        raise ArgumentError(f"--out {out}: {nearest} is a file; choose a folder")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise ArgumentError(f"--out {out}: {nearest} is not writable; choose another folder")
+
+
 def parse_args(cls: type[T], argv: Sequence[str] | None = None) -> T:
     """tyro's command line for ``cls``. With ``--resume RUN`` the run's saved arguments replace the defaults, so only changes need typing.
 
-    Raises RunError when RUN is not a run folder. Fields that were redacted keep the default of ``cls``.
+    Raises RunError when RUN is not a run folder, ArgumentError when ``--out`` cannot be written. Fields that were redacted keep the default of ``cls``.
     """
     import tyro
 
@@ -88,7 +99,10 @@ def parse_args(cls: type[T], argv: Sequence[str] | None = None) -> T:
         elif word.startswith("--resume="):
             resume = word.partition("=")[2]
     if not resume:
-        return tyro.cli(cls, args=argv)
+        parsed = tyro.cli(cls, args=argv)
+        if getattr(parsed, "out", None):
+            check_out(parsed.out)
+        return parsed
     saved = read_json(run_folder_of(resume) / "args.json")
     default, kept = cls(), {}
     for field in dataclasses.fields(cls):

@@ -185,3 +185,8 @@ def test_every_helper_is_used_outside_the_tests():
     assert not [name for name in found if not name.startswith("sweep_") and name not in UNREFERENCED]
     assert not [name for name in UNREFERENCED if name != "sweep_" and name not in found], "the list of exceptions is out of date"
     assert unreferenced({"common/a.py": "def one():\n    one()\ndef two():\n    pass\ntwo()"}) == ["one"]
+
+
+def test_the_table_of_tests_names_tests_that_exist():
+    named = re.findall(r"`(test_\w+\.py)::(\w+)`", (ROOT / "docs" / "testing.md").read_text())
+    assert named and not [(file, name) for file, name in named if f"\ndef {name}(" not in (ROOT / "tests" / file).read_text()]
