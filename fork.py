@@ -21,7 +21,6 @@ Several GPUs:                              accelerate launch --config_file bench
 from __future__ import annotations
 
 import copy
-import difflib
 import random
 import sys
 import time
@@ -32,21 +31,21 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
 
 from common import envs
 from common.arguments import ArgumentError, parse_args
+from common.checks import check_bounds
 from common.curves import Panel, RunError, read_jsonl
 from common.engine import EngineError, Sampling, make_engine
 from common.envs.rubric import CannotJudge, rule_judge
 from common.judges import Judge, JudgeError, Request, fence, make_judge, object_schema
-from common.packing import EMPTY, PackedBatch, check_packing, forward_hidden, micro_batches, pack_rows
-from common.policies import PolicyError, TinyConfig, load_policy, stop_token_ids, token_spans
+from common.packing import EMPTY, PackedBatch, check_packing, forward_hidden, micro_batches, pack_rows, token_logprobs
+from common.policies import PolicyError, TinyConfig, load_policy, stop_token_ids
 from common.processes import Processes, full_weights, load_training_state, no_sync, training_state
 from common.ranks import distributed, is_maximum, reduce_metrics
 from common.run import Run
 from common.viewer import write_credit_html
+from fork_report import episode_record, viewer_episode
 
 
 @dataclass
@@ -476,33 +475,6 @@ def policy_loss(
 # ---------------------------------------------------------------------------------------------------------------- policy
 
 
-# region token_logprobs
-def token_logprobs(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, target_ids: torch.Tensor, temperature: float, max_elements: int = 2**24
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs [N] and entropies [N] (no gradient) of the temperature-scaled full distribution, float32.
-
-    hidden [N, D], weight [V, D]. Works through the tokens in chunks whose logits hold at most max_elements numbers and
-    recomputes them in the backward pass, so N x V numbers never stand in memory.
-    """
-
-    def chunk(h: torch.Tensor, w: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        logits = F.linear(h, w, bias).float()  # [n, V]
-        logp = (logits if temperature == 1 else logits / temperature).log_softmax(-1)
-        with torch.no_grad():
-            entropy = -logp.exp().mul_(logp).sum(-1)
-        return logp.gather(1, ids[:, None]).squeeze(1).clone(), entropy  # FSDP2 hooks want no views
-
-    size = max(1, max_elements // weight.shape[0])
-    if len(hidden) <= size:
-        return chunk(hidden, weight, target_ids)
-    parts = [checkpoint(chunk, h, weight, ids, use_reentrant=False) for h, ids in zip(hidden.split(size), target_ids.split(size))]
-    return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
-
-
-# endregion
-
-
 class Policy(torch.nn.Module):
     """The language model with its losses' inputs computed inside `forward`, so that DDP and FSDP2 see every use of a weight."""
 
@@ -558,77 +530,6 @@ def deletion_test(judge: Judge, items: Sequence[tuple[dict, list[str], list[int]
     return {fraction: (sum(recalls[fraction][i] for i in known), whole) for fraction in fractions}
 
 
-def unit_spans(text: str, units: Sequence[str]) -> list[tuple[int, int]]:
-    """Where each unit stands in the response: around the longest piece of its wording, after the unit before where that is possible."""
-    spans, start = [], 0
-    for unit in units:
-        for low in (start, 0):
-            match = difflib.SequenceMatcher(None, text[low:].lower(), unit.lower(), autojunk=False).find_longest_match()
-            if 2 * match.size >= min(len(unit), 12):
-                break
-        else:
-            spans.append((0, 0))  # not the response's words
-            continue
-        begin = max(low, low + match.a - match.b)
-        begin = max([begin, *(m + 1 for m in (text.rfind(mark, begin, low + match.a) for mark in ".!?\n") if m >= 0)])
-        end = low + match.a + match.size
-        spans.append((begin, end))
-        start = end
-    return spans
-
-
-def episode_record(step: int, r: Response, advantage: float, tokenizer) -> dict:
-    """What episodes.jsonl keeps of a response: exact tokens, log-probs, and everything that the judge said about its units."""
-    v = r.verdict
-    spans = token_spans(tokenizer, r.token_ids)
-    placed = unit_spans(r.text, v.units)
-    owner = [next((i for i, (a, b) in enumerate(placed) if a < end and start < b), None) for start, end in spans]
-    units = [
-        {
-            "text": unit,
-            "credit": float(v.credits[i]) if len(v.credits) else None,
-            "criteria": [j + 1 for j in v.matches[i].nonzero()[:, 0].tolist()] if len(v.matches) else [],
-            "necessary": v.necessary[i] if v.necessary else None,
-            "correct": v.correct[i] if v.correct else None,
-        }
-        for i, unit in enumerate(v.units)
-    ]
-    return {
-        "step": step, "group": r.group, "sample": r.sample, "task_id": r.task["id"], "prompt": tokenizer.decode(r.prompt_ids), "prompt_ids": r.prompt_ids,
-        "token_ids": r.token_ids, "tokens": [tokenizer.decode([t]) for t in r.token_ids], "logprobs": r.logprobs, "truncated": r.truncated, "text": r.text,
-        "reward": r.reward, "advantage": advantage, "recall": v.recall, "precision": v.precision, "threshold": v.tau, "missing": v.missing, "units": units,
-        "token_units": owner, "criteria": [[c["criterion"], c["points"]] for c in r.task["rubrics"]], "met": v.met,
-    }  # fmt: skip
-
-
-def viewer_episode(record: dict) -> dict:
-    """One line of episodes.jsonl as an entry of credit.html: units coloured by credit, necessity and factuality."""
-    owner, units = record["token_units"], record["units"]
-
-    def strip(name: str, field_name: str, scale: str, note: str, **more: Any) -> dict:
-        values = [None if i is None or units[i][field_name] is None else float(units[i][field_name]) for i in owner]
-        return {"name": name, "values": values, "scale": scale, "note": note, **more}
-
-    threshold = record["threshold"]
-    strips = [
-        strip("credit", "credit", "sequential", "sum of criterion shares" if threshold is None else f"threshold {threshold:.3g}"),
-        strip("necessity", "necessary", "categorical", "credit reaches the threshold", labels=["unnecessary", "necessary"], domain=[0, 1]),
-        strip("factuality", "correct", "categorical", "everything in it is true", labels=["wrong", "correct"], domain=[0, 1]),
-        {"name": "advantage", "values": [record["advantage"]] * len(owner), "scale": "diverging", "note": "the same for every token"},
-    ]
-    marks = [f"{'+' if met else '-'} {points:+g} {criterion}" for (criterion, points), met in zip(record["criteria"], record["met"])]
-    return {
-        "id": f"u{record['step']} g{record['group']} s{record['sample']}",
-        "title": f"update {record['step']}, sample {record['sample']}",
-        "group": f"update {record['step']}, {record['task_id']}",
-        "prompt": record["prompt"],
-        "facts": {**{k: record[k] for k in ("reward", "recall", "precision")}, "units": len(units), "tokens": len(record["tokens"])},
-        "tokens": record["tokens"],
-        "strips": strips,
-        "notes": ["criteria, + where met:", *marks, *(f"missing: {role}" for role in record["missing"])],
-    }
-
-
 # ----------------------------------------------------------------------------------------------------------------- main
 
 
@@ -644,15 +545,7 @@ def check_args(args: Args) -> None:
         "clip_high": 0, "seed": 0, "tau": 0, "judge_votes": 1, "judge_tries": 1, "judge_patience": 0, "judge_concurrency": 1, "judge_max_tokens": 1,
         "deletion_responses": 0,
     }  # fmt: skip
-    for name, value in vars(args).items():
-        if isinstance(value, float) and not np.isfinite(value):
-            raise ArgumentError(f"--{name.replace('_', '-')} {value}: must be a finite number")
-    for name, low in bounds.items():
-        if not getattr(args, name) >= low:
-            raise ArgumentError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least {low}")
-    for name in ("temperature", "max_grad_norm", "f_beta"):
-        if not getattr(args, name) > 0:
-            raise ArgumentError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be above 0")
+    check_bounds(args, bounds, above_zero=("temperature", "max_grad_norm", "f_beta"))
     if not 0 <= args.clip_low <= 1:
         raise ArgumentError(f"--clip-low {args.clip_low}: must lie in [0, 1]")
     if args.group_size < 2:

@@ -36,15 +36,17 @@ from torch.utils.checkpoint import checkpoint
 
 from common import envs
 from common.arguments import ArgumentError, parse_args
+from common.checks import check_bounds
 from common.curves import Panel, RunError, read_jsonl
 from common.engine import EngineError, Sampling, make_engine
-from common.packing import EMPTY, PackedBatch, check_packing, forward_hidden, micro_batches, pack_rows
+from common.packing import EMPTY, PackedBatch, check_packing, forward_hidden, micro_batches, pack_rows, token_logprobs
 from common.policies import PolicyError, TinyConfig, load_policy, stop_token_ids, token_spans
 from common.processes import Processes, full_weights, load_training_state, no_sync, training_state
 from common.ranks import distributed, is_maximum, reduce_metrics
 from common.run import Run
 from common.viewer import write_credit_html
 from kernels.js_divergence import js_distance_from_hidden
+from mrtpo_report import episode_record, viewer_episode
 
 
 @dataclass
@@ -340,33 +342,6 @@ def tokens_for_share(q: torch.Tensor, response_ids: torch.Tensor, num_responses:
 # ---------------------------------------------------------------------------------------------------------------- policy
 
 
-# region token_logprobs
-def token_logprobs(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, target_ids: torch.Tensor, temperature: float, max_elements: int = 2**24
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs [N] and entropies [N] (no gradient) of the temperature-scaled full distribution, float32.
-
-    hidden [N, D], weight [V, D]. Works through the tokens in chunks whose logits hold at most max_elements numbers and
-    recomputes them in the backward pass, so N x V numbers never stand in memory.
-    """
-
-    def chunk(h: torch.Tensor, w: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        logits = F.linear(h, w, bias).float()  # [n, V]
-        logp = (logits if temperature == 1 else logits / temperature).log_softmax(-1)
-        with torch.no_grad():
-            entropy = -logp.exp().mul_(logp).sum(-1)
-        return logp.gather(1, ids[:, None]).squeeze(1).clone(), entropy  # FSDP2 hooks want no views
-
-    size = max(1, max_elements // weight.shape[0])
-    if len(hidden) <= size:
-        return chunk(hidden, weight, target_ids)
-    parts = [checkpoint(chunk, h, weight, ids, use_reentrant=False) for h, ids in zip(hidden.split(size), target_ids.split(size))]
-    return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
-
-
-# endregion
-
-
 class Policy(torch.nn.Module):
     """The language model with its losses' inputs computed inside `forward`, so that DDP and FSDP2 see every use of a weight."""
 
@@ -530,51 +505,6 @@ def region_lift(q: torch.Tensor, offset: Sequence[int], responses: Sequence[Resp
     return {f"mrtpo/region_lift/{n}/{g}": (d / totals[n][0]) / (c / totals[n][1]) for (n, g), (d, c) in mass.items() if totals[n][0] > 0}
 
 
-def episode_record(step, r: Response, i: int, names, advantages, varies, weights, q, token_adv, offset, tokenizer) -> dict:
-    """What episodes.jsonl keeps of a response: exact tokens, log-probs, rewards, and per reward its distance and credit per token."""
-    span = slice(offset[i], offset[i + 1])
-    per_reward = {}
-    for k, name in enumerate(names):
-        if name not in r.rewards:
-            continue
-        column = 0 if advantages.shape[1] == 1 else k  # --credit grpo has one advantage for the sum of rewards
-        per_reward[name] = {
-            "value": r.rewards[name],
-            "advantage": float(advantages[i, column]),
-            "credit": (advantages[i, column] * weights[span, k]).tolist(),
-            "replayed": not bool(q[span, k].isnan().any()),
-            "distance": q[span, k].tolist(),
-            "block": r.blocks.get(name, ""),
-        }
-    return {
-        "step": step, "group": r.group, "sample": r.sample, "task_id": r.task["id"], "prompt": tokenizer.decode(r.prompt_ids), "prompt_ids": r.prompt_ids,
-        "token_ids": r.token_ids, "tokens": [tokenizer.decode([t]) for t in r.token_ids], "logprobs": r.logprobs, "success": r.success,
-        "truncated": r.truncated, "rewards": per_reward, "token_advantages": token_adv[span].tolist(),
-    }  # fmt: skip
-
-
-def viewer_episode(record: dict) -> dict:
-    """One line of episodes.jsonl as an entry of credit.html: a strip per reward with its credit A_k * w, then their normalised sum."""
-    notes = {name: f"A = {v['advantage']:+.2f}" + ("" if v["replayed"] else ", uniform (not replayed)") for name, v in record["rewards"].items()}
-    strips = [{"name": name, "values": v["credit"], "scale": "diverging", "note": notes[name]} for name, v in record["rewards"].items()]
-    strips += [
-        {"name": f"{name}: distance", "values": v["distance"], "scale": "sequential", "note": "JS distance", "domain": [0, 1]}
-        for name, v in record["rewards"].items()
-        if v["replayed"]
-    ]
-    strips.append({"name": "token advantage", "values": record["token_advantages"], "scale": "diverging", "note": "S, normalised over the batch"})
-    return {
-        "id": f"u{record['step']} g{record['group']} s{record['sample']}",
-        "title": f"update {record['step']}, sample {record['sample']}",
-        "group": f"update {record['step']}, {record['task_id']}",
-        "prompt": record["prompt"],
-        "facts": {"success": record["success"], **{n: v["value"] for n, v in record["rewards"].items()}, "tokens": len(record["tokens"])},
-        "tokens": record["tokens"],
-        "strips": strips,
-        "notes": [f"{name}: {v['block']}" for name, v in record["rewards"].items() if v["block"]],
-    }
-
-
 # ----------------------------------------------------------------------------------------------------------------- main
 
 
@@ -588,18 +518,7 @@ def check_args(args: Args) -> None:
         "num_minibatches": 1, "micro_batch_tokens": 1, "lr_warmup_updates": 0, "beta_warmup": 0, "kl_coef": 0, "tis_cap": 0, "advantage_eps": 0,
         "learning_rate": 0, "clip_high": 0, "seed": 0,
     }  # fmt: skip
-    for name, value in vars(args).items():
-        if isinstance(value, float) and not np.isfinite(value):
-            raise ArgumentError(f"--{name.replace('_', '-')} {value}: must be a finite number")
-    for name, low in bounds.items():
-        if not getattr(args, name) >= low:
-            raise ArgumentError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least {low}")
-    for name in ("temperature", "max_grad_norm", "opsd_temperature"):
-        if not getattr(args, name) > 0:
-            raise ArgumentError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be above 0")
-    for name in ("beta", "opsd_beta", "clip_low"):
-        if not 0 <= getattr(args, name) <= 1:
-            raise ArgumentError(f"--{name.replace('_', '-')} {getattr(args, name)}: must lie in [0, 1]")
+    check_bounds(args, bounds, above_zero=("temperature", "max_grad_norm", "opsd_temperature"), shares=("beta", "opsd_beta", "clip_low"))
     if args.group_size < 2:
         raise ArgumentError(f"--group-size {args.group_size}: group normalisation needs at least 2 responses")
     if not args.max_weight >= 1:

@@ -23,16 +23,15 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
 
 from common import envs
 from common.arguments import ArgumentError, parse_args
+from common.checks import check_bounds
 from common.curves import Panel, RunError, read_json, read_jsonl, t_quantile
 from common.engine import Sampling, make_engine
 from common.envs import maths
 from common.files import write_atomic
-from common.packing import EMPTY, PackedBatch, check_packing, forward_hidden, micro_batches, pack_rows
+from common.packing import EMPTY, PackedBatch, check_packing, forward_hidden, micro_batches, pack_rows, token_logprobs
 from common.policies import TinyConfig, load_policy, stop_token_ids
 from common.processes import Processes, full_weights, load_training_state, no_sync, training_state
 from common.ranks import distributed, is_maximum, reduce_metrics
@@ -208,33 +207,6 @@ def gain_by_prior_solves(prior: torch.Tensor, samples: int, before: torch.Tensor
 # ---------------------------------------------------------------------------------------------------------------------- policy
 
 
-# region token_logprobs
-def token_logprobs(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, target_ids: torch.Tensor, temperature: float, max_elements: int = 2**24
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs [N] and entropies [N] (no gradient) of the temperature-scaled full distribution, float32.
-
-    hidden [N, D], weight [V, D]. Works through the tokens in chunks whose logits hold at most max_elements numbers and
-    recomputes them in the backward pass, so N x V numbers never stand in memory.
-    """
-
-    def chunk(h: torch.Tensor, w: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        logits = F.linear(h, w, bias).float()  # [n, V]
-        logp = (logits if temperature == 1 else logits / temperature).log_softmax(-1)
-        with torch.no_grad():
-            entropy = -logp.exp().mul_(logp).sum(-1)
-        return logp.gather(1, ids[:, None]).squeeze(1).clone(), entropy  # FSDP2 hooks want no views
-
-    size = max(1, max_elements // weight.shape[0])
-    if len(hidden) <= size:
-        return chunk(hidden, weight, target_ids)
-    parts = [checkpoint(chunk, h, weight, ids, use_reentrant=False) for h, ids in zip(hidden.split(size), target_ids.split(size))]
-    return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
-
-
-# endregion
-
-
 class Policy(torch.nn.Module):
     """The language model with its loss's inputs computed inside `forward`, so that DDP and FSDP2 see every use of a weight."""
 
@@ -404,15 +376,7 @@ def check_args(args: Any) -> None:
         "num_minibatches": 1, "micro_batch_tokens": 1, "lr_warmup_updates": 0, "tis_cap": 0, "advantage_eps": 0, "learning_rate": 0, "clip_high": 0,
         "seed": 0, "train_problems": 1, "touch_at_most": 0, "base_samples": 3, "measure_samples": 1, "question_steps": 0, "setup_coef": 0, "group_size": 2,
     }  # fmt: skip
-    for name, value in vars(args).items():
-        if isinstance(value, float) and not np.isfinite(value):
-            raise ArgumentError(f"--{name.replace('_', '-')} {value}: must be a finite number")
-    for name, low in bounds.items():
-        if not getattr(args, name) >= low:
-            raise ArgumentError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least {low}")
-    for name in ("temperature", "max_grad_norm"):
-        if not getattr(args, name) > 0:
-            raise ArgumentError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be above 0")
+    check_bounds(args, bounds, above_zero=("temperature", "max_grad_norm"))
     if not 0 <= args.clip_low <= 1:
         raise ArgumentError(f"--clip-low {args.clip_low}: must lie in [0, 1]")
     if args.num_minibatches > args.groups_per_update:

@@ -31,26 +31,28 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from scipy.stats import spearmanr
-from torch.utils.checkpoint import checkpoint
 
 from common import envs
 from common.arguments import ArgumentError, parse_args
+from common.checks import check_bounds
 from common.curves import Panel, RunError, read_jsonl
 from common.engine import EngineError, Sampling, make_engine
 from common.files import write_atomic
-from common.packing import EMPTY, PackedBatch, check_packing, forward_hidden, micro_batches, pack_rows
+from common.packing import EMPTY, PackedBatch, Policy, check_packing, micro_batches, pack_rows
 from common.policies import PolicyError, TinyConfig, load_policy, stop_token_ids
 from common.processes import Processes, full_weights, load_training_state, no_sync, training_state
 from common.ranks import distributed, is_maximum, reduce_metrics
+from common.rollout import Episode, Layout, encode, episode_metrics, make_layout, observation_frame, rollout
 from common.run import Run
 from common.viewer import write_credit_html
 from kernels.segment_scan import segment_cumsum, segment_scan, segment_stats
+from sero_report import branch_record, episode_record, viewer_episode
 
 
 @dataclass
@@ -172,149 +174,6 @@ def warm_start_conversations(tasks: envs.TaskSet, seed: int = 0) -> list[list[di
 # --------------------------------------------------------------------------------------------------------------- rollout
 
 
-# region episodes
-@dataclass
-class Turn:
-    """One assistant message and the environment's answer. Its tokens are Episode.token_ids[start:stop], the stop token included."""
-
-    start: int
-    stop: int
-    text: str
-    unfinished: bool  # ran into max_new_tokens
-    observation: str = ""
-    reward: float = 0.0
-    info: dict = field(default_factory=dict)
-
-
-@dataclass
-class Episode:
-    """One trajectory, token-exact: prompt_ids is o_0, token_ids holds a_0 o_1 a_1 ... as sampled and as encoded once."""
-
-    group: int  # index of its task in the update, over all processes
-    sample: int  # index in its group
-    task: dict
-    prompt_ids: list[int] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    policy_mask: list[bool] = field(default_factory=list)  # like token_ids: True where the policy sampled
-    logprobs: list[float] = field(default_factory=list)  # of the engine, one per sampled token, at the sampling temperature
-    turns: list[Turn] = field(default_factory=list)
-    reward: float = 0.0  # sum over the turns
-    rewards: dict[str, float] = field(default_factory=dict)  # by name, from the step that ended the episode
-    success: float = 0.0
-    terminated: bool = False
-    truncated: str = ""  # why it was cut: turns, context, padding, environment; empty when it ended by itself
-    error: str = ""  # the environment failed: the episode is counted and takes no part
-
-
-def encode(tokenizer, messages: list[dict]) -> list[int]:
-    return tokenizer(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True), add_special_tokens=False).input_ids
-
-
-def observation_frame(tokenizer, stop_token_ids: Sequence[int]) -> tuple[str, str, str]:
-    """What the chat template writes from the end of one assistant message to the start of the next: (end, before, after) the observation.
-
-    Raises PolicyError when the template does not end a message with one of the stop tokens.
-    """
-    said, seen = "assistant-message", "environment-message"
-    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": said}, {"role": "user", "content": seen}]
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    between, _, after = text.partition(said)[2].partition(seen)
-    end = next((t for t in tokenizer.convert_ids_to_tokens(list(stop_token_ids)) if between.startswith(t)), None)
-    if end is None:
-        raise PolicyError(f"the chat template ends an assistant message with {between!r}, which starts with none of the stop tokens {stop_token_ids}")
-    return end, between.removeprefix(end), after
-
-
-def turn_seed(seed: int, update: int, episode: Episode) -> int:
-    """Independent stream per turn of each episode: results do not depend on how a batch is split over calls or processes."""
-    key = [seed, update + 1, episode.group, episode.sample, len(episode.turns)]
-    return int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> 1)
-
-
-def rollout(
-    engine, tokenizer, games: Sequence[envs.Env], threads: int, tasks: Sequence[tuple[int, dict]], n: int, sampling: Sampling, max_turns: int,
-    context: int, seed: int, update: int, on_turn: Callable[[Episode, envs.Env], None] | None = None,
-) -> list[Episode]:  # fmt: skip
-    """Plays n episodes of each (group index, task), as many side by side as there are games, one turn of all of them at a time.
-
-    on_turn(episode, game) is called before each action is executed. Episodes of a group are adjacent. An episode that has no room left for
-    max_new_tokens more is cut there (truncated "context"), one that has not ended after max_turns too ("turns"), and one whose text so far
-    holds the padding token, which an engine accepts in no prompt ("padding").
-    """
-    end, before, after = observation_frame(tokenizer, sampling.stop_token_ids)
-    episodes = [Episode(group, j, task) for group, task in tasks for j in range(n)]
-
-    def begin(pair: tuple[Episode, envs.Env]) -> bool:
-        episode, game = pair
-        try:
-            episode.prompt_ids = encode(tokenizer, game.reset(episode.task))
-        except envs.EnvironmentFailed as e:
-            episode.error = str(e)
-        return not episode.error
-
-    def act(pair: tuple[Episode, envs.Env]) -> bool:
-        """Executes the newest turn; True while the episode goes on."""
-        episode, game = pair
-        turn = episode.turns[-1]
-        try:
-            if on_turn is not None:
-                on_turn(episode, game)
-            turn.observation, turn.reward, episode.terminated, cut, turn.info = game.step(turn.text)
-        except envs.EnvironmentFailed as e:
-            episode.error = str(e)
-            return False
-        if episode.terminated or cut:
-            episode.truncated = "" if episode.terminated else "environment"
-            episode.rewards, episode.success = dict(turn.info.get("rewards", {})), float(turn.info.get("success", 0.0))
-            episode.error = turn.info.get("error", "")
-            return False
-        return True
-
-    def room(episode: Episode) -> bool:
-        if len(episode.prompt_ids) + len(episode.token_ids) + sampling.max_new_tokens > context:
-            episode.truncated = "context"
-        elif engine.pad_token_id in episode.token_ids:
-            episode.truncated = "padding"
-        return not episode.truncated
-
-    with ThreadPoolExecutor(max(threads, 1)) as pool:
-        side_by_side = pool.map if threads else map
-        for first in range(0, len(episodes), len(games)):
-            pairs = list(zip(episodes[first : first + len(games)], games))
-            pairs = [pair for pair, works in zip(pairs, side_by_side(begin, pairs)) if works]
-            for number in range(max_turns):
-                pairs = [pair for pair in pairs if room(pair[0])]
-                if not pairs:
-                    break
-                prompts, seeds = [e.prompt_ids + e.token_ids for e, _ in pairs], [[turn_seed(seed, update, e)] for e, _ in pairs]
-                for (e, _), [s] in zip(pairs, engine.generate(prompts, sampling, 1, seeds, session_ids=[(e.group, e.sample) for e, _ in pairs])):
-                    body = s.token_ids[:-1] if s.finish_reason == "stop" else s.token_ids
-                    text = tokenizer.decode(body, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-                    start = len(e.token_ids)
-                    e.turns.append(Turn(start, start + len(s.token_ids), text, s.finish_reason == "length"))
-                    e.token_ids += s.token_ids
-                    e.policy_mask += [True] * len(s.token_ids)
-                    e.logprobs += s.logprobs
-                pairs = [pair for pair, goes_on in zip(pairs, side_by_side(act, pairs)) if goes_on]
-                if number < max_turns - 1:
-                    for e, _ in pairs:
-                        closing = end if e.turns[-1].unfinished else ""
-                        seen = tokenizer(closing + before + e.turns[-1].observation + after, add_special_tokens=False).input_ids
-                        e.token_ids += seen
-                        e.policy_mask += [False] * len(seen)
-            for e, _ in pairs:
-                e.truncated = e.truncated or "turns"
-            engine.end_sessions()
-    for e in episodes:
-        e.reward = sum(t.reward for t in e.turns)
-        if e.turns:  # an observation that nobody answered takes no part
-            del e.token_ids[e.turns[-1].stop :], e.policy_mask[e.turns[-1].stop :]
-    return episodes
-
-
-# endregion
-
-
 @dataclass
 class Branch:
     """(2) The oracle's continuation from a state the policy reached. prompt_ids is the policy's history up to there."""
@@ -404,33 +263,6 @@ def trim_bank(path: Path, updates: int) -> None:
 
 
 # ------------------------------------------------------------- the paper's functions: tensors in, tensors and metrics out
-
-
-# region layout
-class Layout(NamedTuple):
-    """Where episodes and turns lie in the N policy tokens of E episodes, flat, without observations. No turn is empty. All int64."""
-
-    turns: torch.Tensor  # [T + 1] first token of each turn, and N
-    episodes: torch.Tensor  # [E + 1] first token of each episode, and N
-    episode_turns: torch.Tensor  # [E + 1] first turn of each episode, and T
-    turn_ids: torch.Tensor  # [N]
-    episode_ids: torch.Tensor  # [N]
-
-    def to(self, device: torch.device | str) -> Layout:
-        return Layout(*(x.to(device) for x in self))
-
-
-def make_layout(turn_lengths: Sequence[Sequence[int]]) -> Layout:
-    """turn_lengths: policy tokens of each turn of each episode."""
-    lengths = torch.tensor([n for turns in turn_lengths for n in turns], dtype=torch.int64)  # [T]
-    turns = F.pad(lengths.cumsum(0), (1, 0))
-    episode_turns = F.pad(torch.tensor([len(turns) for turns in turn_lengths], dtype=torch.int64).cumsum(0), (1, 0))
-    episodes = turns[episode_turns]
-    turn_ids = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-    return Layout(turns, episodes, episode_turns, turn_ids, torch.repeat_interleave(torch.arange(len(turn_lengths)), episodes.diff()))
-
-
-# endregion
 
 
 def compare(values: torch.Tensor, ids: torch.Tensor, std: bool, ddof: int, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -658,54 +490,6 @@ def reachability_study(matches: np.ndarray, z: np.ndarray, w: np.ndarray, branch
     return out
 
 
-# ---------------------------------------------------------------------------------------------------------------- policy
-
-
-# region token_logprobs
-def token_logprobs(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, target_ids: torch.Tensor, temperature: float, max_elements: int = 2**24
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs [N] and entropies [N] (no gradient) of the temperature-scaled full distribution, float32.
-
-    hidden [N, D], weight [V, D]. Works through the tokens in chunks whose logits hold at most max_elements numbers and
-    recomputes them in the backward pass, so N x V numbers never stand in memory.
-    """
-
-    def chunk(h: torch.Tensor, w: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        logits = F.linear(h, w, bias).float()  # [n, V]
-        logp = (logits if temperature == 1 else logits / temperature).log_softmax(-1)
-        with torch.no_grad():
-            entropy = -logp.exp().mul_(logp).sum(-1)
-        return logp.gather(1, ids[:, None]).squeeze(1).clone(), entropy  # FSDP2 hooks want no views
-
-    size = max(1, max_elements // weight.shape[0])
-    if len(hidden) <= size:
-        return chunk(hidden, weight, target_ids)
-    parts = [checkpoint(chunk, h, weight, ids, use_reentrant=False) for h, ids in zip(hidden.split(size), target_ids.split(size))]
-    return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
-
-
-# endregion
-
-
-# region policy
-class Policy(torch.nn.Module):
-    """The language model with its loss's inputs computed inside `forward`, so that DDP and FSDP2 see every use of a weight."""
-
-    def __init__(self, lm: torch.nn.Module):
-        super().__init__()
-        self.lm = lm
-
-    def forward(self, batch: PackedBatch, temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probs [N] and entropies [N] of the policy tokens."""
-        hidden, out = forward_hidden(self.lm, batch), self.lm.get_output_embeddings()
-        weight, bias = (x.full_tensor() if hasattr(x, "full_tensor") else x for x in (out.weight, getattr(out, "bias", None)))
-        return token_logprobs(hidden, weight, bias, batch.target_ids, temperature)
-
-
-# endregion
-
-
 # -------------------------------------------------------------------------------------------------------- reports
 
 PANELS = [
@@ -717,64 +501,6 @@ PANELS = [
     Panel("Gate and branches used", ("sero/gate", "sero/used_root_frac"), limits=(0, 1)),
     Panel("Turns per episode", ("charts/turns",)),
 ]
-
-
-def episode_record(step: int, e: Episode, turn_adv: Sequence[float], tokenizer) -> dict:
-    """What episodes.jsonl keeps of an episode: exact tokens, log-probs, turns with their advantage."""
-    return {
-        "kind": "episode", "step": step, "group": e.group, "sample": e.sample, "task_id": e.task["id"], "prompt": tokenizer.decode(e.prompt_ids),
-        "prompt_ids": e.prompt_ids, "token_ids": e.token_ids, "tokens": [tokenizer.decode([t]) for t in e.token_ids], "policy_mask": e.policy_mask,
-        "logprobs": e.logprobs, "turns": [{"start": t.start, "stop": t.stop, "reward": t.reward, "advantage": a} for t, a in zip(e.turns, turn_adv)],
-        "reward": e.reward, "success": e.success, "truncated": e.truncated,
-    }  # fmt: skip
-
-
-def branch_record(step: int, number: int, b: Branch, g: float, z: Sequence[float], w: Sequence[float], weights: Sequence[float], tokenizer) -> dict:
-    return {
-        "kind": "branch", "step": step, "number": number, **asdict(b), "prompt": tokenizer.decode(b.prompt_ids),
-        "tokens": [tokenizer.decode([t]) for t in b.token_ids],
-        "gate": g, "z": list(z), "w": list(w), "weights": list(weights),
-    }  # fmt: skip
-
-
-def viewer_episode(record: dict) -> dict:
-    """One line of episodes.jsonl as an entry of credit.html: an episode with a bar per turn (advantage), or a branch with a bar per command (weight)."""
-    if record["kind"] == "episode":
-        return {
-            "id": f"u{record['step']} g{record['group']} s{record['sample']}",
-            "title": f"update {record['step']}, sample {record['sample']}" + (f" (cut: {record['truncated']})" if record["truncated"] else ""),
-            "group": f"update {record['step']}, {record['task_id']}",
-            "prompt": record["prompt"],
-            "facts": {"success": record["success"], "return": record["reward"], "turns": len(record["turns"]), "tokens": len(record["logprobs"])},
-            "tokens": record["tokens"],
-            "turns": [{"name": f"turn {i + 1}", "start": t["start"], "end": t["stop"], "value": t["advantage"]} for i, t in enumerate(record["turns"])],
-            "masked": [not own for own in record["policy_mask"]],
-            "strips": [],
-        }
-    per_token: dict[str, list] = {name: [None] * len(record["tokens"]) for name in ("z", "weights")}
-    for k, (start, stop) in enumerate(record["spans"]):
-        for name, values in per_token.items():
-            values[start:stop] = [record[name][k]] * (stop - start)
-    return {
-        "id": f"u{record['step']} branch {record['number']} of {record['task_id']}, s{record['sample']} root {record['root'] + 1}",
-        "title": f"update {record['step']}, oracle from turn {record['root'] + 1} of sample {record['sample']}",
-        "group": f"update {record['step']}, {record['task_id']}",
-        "prompt": record["prompt"],
-        "facts": {
-            "gate": round(record["gate"], 3), "oracle return": round(record["oracle_return"], 3), "policy return": round(record["policy_return"], 3),
-            "commands": len(record["spans"]),
-        },
-        "tokens": record["tokens"],
-        "turns": [
-            {"name": f"command {k + 1}: z {record['z'][k]:.2f}, w {record['w'][k]:.2f}", "start": a, "end": b, "value": record["gate"] * record["weights"][k]}
-            for k, (a, b) in enumerate(record["spans"])
-        ],
-        "masked": [not target for target in record["target_mask"]],
-        "strips": [
-            {"name": "z", "values": per_token["z"], "scale": "sequential", "note": "likelihood of the command, per token", "domain": [0, 1]},
-            {"name": "weight", "values": per_token["weights"], "scale": "sequential", "note": "what the command counts", "domain": [0, 1]},
-        ],
-    }  # fmt: skip
 
 
 # ----------------------------------------------------------------------------------------------------------------- main
@@ -791,18 +517,7 @@ def check_args(args: Args) -> None:
         "advantage_eps": 0, "learning_rate": 0, "clip_high": 0, "seed": 0, "invalid_penalty": 0, "step_weight": 0, "hgpo_history": 0, "hgpo_alpha": 0,
         "lambda_o": 0, "roots_per_group": 1, "bridge_length": 1,
     }  # fmt: skip
-    for name, value in vars(args).items():
-        if isinstance(value, float) and not np.isfinite(value):
-            raise ArgumentError(f"--{name.replace('_', '-')} {value}: must be a finite number")
-    for name, low in bounds.items():
-        if not getattr(args, name) >= low:
-            raise ArgumentError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least {low}")
-    for name in ("temperature", "max_grad_norm", "success_reward"):
-        if not getattr(args, name) > 0:
-            raise ArgumentError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be above 0")
-    for name in ("clip_low", "gamma", "graph_gamma"):
-        if not 0 <= getattr(args, name) <= 1:
-            raise ArgumentError(f"--{name.replace('_', '-')} {getattr(args, name)}: must lie in [0, 1]")
+    check_bounds(args, bounds, above_zero=("temperature", "max_grad_norm", "success_reward"), shares=("clip_low", "gamma", "graph_gamma"))
     if args.num_minibatches > args.groups_per_update:
         raise ArgumentError(f"--num-minibatches {args.num_minibatches}: more than the {args.groups_per_update} groups of an update")
     if args.oracle == "none" and (args.frozen_bank or args.save_bank or args.study != "none"):
@@ -1144,26 +859,17 @@ def main(args: Args) -> Run:
         # --- log
         delta = old_logprobs.double() - rollout_logprobs.double()
         mismatch = delta.clamp(-20, 20)
-        n_tokens, n_all, n, n_turns = float(offset[-1]), float(len(everything)), float(len(measured)), float(sum(len(e.turns) for e in measured))
+        n_tokens = float(offset[-1])
         earned: dict[int, list[float]] = {}
         for e in episodes:
             earned.setdefault(e.group, []).append(e.reward)
-        steps_taken["policy"] += float(processes.all_sum(torch.tensor([n_turns], dtype=torch.float64))[0])
+        steps_taken["policy"] += float(processes.all_sum(torch.tensor([float(sum(len(e.turns) for e in measured))], dtype=torch.float64))[0])
         steps_taken["oracle"] += float(processes.all_sum(torch.tensor([float(oracle_steps)], dtype=torch.float64))[0])
         depth = torch.arange(len(w)) - torch.repeat_interleave(commands[:-1], commands.diff())
         add(
             {
-                "charts/episodic_return": (sum(e.reward for e in measured), n),
-                "charts/episodic_length": (float(sum(len(e.logprobs) for e in measured)), n),
-                "charts/context_length": (float(sum(len(e.prompt_ids) + len(e.token_ids) for e in measured)), n),
-                "charts/turns": (n_turns, n),
-                "charts/success": (sum(e.success for e in measured), n),
+                **episode_metrics(measured, everything),
                 "charts/learning_rate": (lr, 1.0),
-                "rollout/truncated_frac": (float(sum(bool(e.truncated) for e in measured)), n),
-                **{f"rollout/truncated/{why}": (float(sum(e.truncated == why for e in measured)), n) for why in ("turns", "context", "padding", "environment")},
-                "rollout/unfinished_turn_frac": (float(sum(t.unfinished for e in measured for t in e.turns)), n_turns),
-                "rollout/invalid_turn_frac": (float(sum(bool(t.info.get("invalid")) for e in measured for t in e.turns)), n_turns),
-                "rollout/error_frac": (n_all - n, n_all),
                 "rollout/zero_std_group_frac": (float(sum(min(r) == max(r) for r in earned.values())), float(len(earned))),
                 "rollout/weight_version": (float(version), 1.0),
                 "rollout/logprob_absdiff_mean": (float(delta.abs().sum()), n_tokens),

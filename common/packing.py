@@ -24,6 +24,7 @@ from dataclasses import dataclass, field, fields
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -280,3 +281,40 @@ def check_packing(lm: torch.nn.Module, share_prompts: bool, tolerance: float = 1
             f"log-probs of {type(lm).__name__} differ by {gap:.2g} from its own forward pass ({'shared prompts' if share_prompts else 'padded rows'}): "
             + ("run with --share-prompts off" if share_prompts else "the model transforms its logits after the output head, which this script cannot reproduce")
         )
+
+
+def token_logprobs(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, target_ids: torch.Tensor, temperature: float, max_elements: int = 2**24
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs [N] and entropies [N] (no gradient) of the temperature-scaled full distribution, float32.
+
+    hidden [N, D], weight [V, D]. Works through the tokens in chunks whose logits hold at most max_elements numbers and
+    recomputes them in the backward pass, so N x V numbers never stand in memory.
+    """
+
+    def chunk(h: torch.Tensor, w: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = F.linear(h, w, bias).float()  # [n, V]
+        logp = (logits if temperature == 1 else logits / temperature).log_softmax(-1)
+        with torch.no_grad():
+            entropy = -logp.exp().mul_(logp).sum(-1)
+        return logp.gather(1, ids[:, None]).squeeze(1).clone(), entropy  # FSDP2 hooks want no views
+
+    size = max(1, max_elements // weight.shape[0])
+    if len(hidden) <= size:
+        return chunk(hidden, weight, target_ids)
+    parts = [checkpoint(chunk, h, weight, ids, use_reentrant=False) for h, ids in zip(hidden.split(size), target_ids.split(size))]
+    return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
+
+
+class Policy(torch.nn.Module):
+    """The language model with its loss's inputs computed inside `forward`, so that DDP and FSDP2 see every use of a weight."""
+
+    def __init__(self, lm: torch.nn.Module):
+        super().__init__()
+        self.lm = lm
+
+    def forward(self, batch: PackedBatch, temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probs [N] and entropies [N] of the policy tokens."""
+        hidden, out = forward_hidden(self.lm, batch), self.lm.get_output_embeddings()
+        weight, bias = (x.full_tensor() if hasattr(x, "full_tensor") else x for x in (out.weight, getattr(out, "bias", None)))
+        return token_logprobs(hidden, weight, bias, batch.target_ids, temperature)

@@ -13,7 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ante_bapo
-from ante_bapo import ACTION, DECISION, FORECAST, SUMMARY, Anticipator, Args, Episode, Turn, make_layout, parse_belief, render
+from ante_bapo import (
+    ACTION,
+    DECISION,
+    FORECAST,
+    SUMMARY,
+    Anticipator,
+    Args,
+    parse_belief,
+    render,
+)
 from common import envs, policies
 from common.arguments import ArgumentError
 from common.engine import Sample, Sampling
@@ -21,6 +30,7 @@ from common.envs import repo
 from common.envs.repo_hindsight import hindsight
 from common.packing import pack_rows
 from common.reliability import draw_reliability, reliability
+from common.rollout import Episode, Turn, make_layout
 from common.trajectories import read_trajectories
 
 F64 = torch.float64

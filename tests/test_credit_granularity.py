@@ -22,8 +22,9 @@ from common.granularity_report import FALL, over_seeds, reward_curves, write_rep
 from common.judges import Answer, Vote
 from common.packing import pack_rows
 from common.policies import tiny_tokenizer
+from common.rollout import Episode, Turn, make_layout
 from common.viewer import write_credit_html
-from credit_granularity import Args, Episode, Student, Turn, make_layout
+from credit_granularity import Args, Student
 
 LENGTHS = st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=5), min_size=1, max_size=5)  # tokens of each turn of each episode
 VOTE = st.sampled_from([0.0, 0.5, 1.0, None])

@@ -11,16 +11,8 @@ from hypothesis import strategies as st
 from scipy.optimize import minimize
 
 import interq_rl
-from interq_rl import (
-    allocate,
-    correction_weights,
-    make_layout,
-    policy_loss,
-    prefix_weights,
-    segment_support,
-    update_aware_scaling,
-    upper_clip,
-)
+from common.rollout import make_layout
+from interq_rl import allocate, correction_weights, policy_loss, prefix_weights, segment_support, update_aware_scaling, upper_clip
 
 KINDS = ["interq", "none", "token_tis", "token_ais", "qurl", "prefix", "global"]
 DEFAULTS = {"eps_low": 0.025, "eps_high": 0.05, "alpha_g": 0.5, "tis_cap": 2.0, "ais_scale": 0.05}

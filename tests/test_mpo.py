@@ -19,10 +19,11 @@ import mpo
 from common import envs
 from common.arguments import ArgumentError
 from common.engine import Sample, Sampling
-from common.packing import EMPTY, pack, pack_rows
+from common.packing import EMPTY, pack, pack_rows, token_logprobs
 from common.policies import PolicyError, tiny_tokenizer
+from common.rollout import Episode, Turn, make_layout, turn_seed
 from kernels.segment_scan import segment_scan
-from mpo import Args, Episode, Turn, make_layout
+from mpo import Args
 
 LENGTHS = st.lists(st.lists(st.integers(1, 6), min_size=1, max_size=5), min_size=1, max_size=4)  # tokens of each turn of each episode
 LAM = st.sampled_from([0.0, 0.5, 0.8, 0.95, 1.0])
@@ -750,7 +751,7 @@ def test_groups_are_adjacent_and_every_turn_has_its_own_stream(tokenizer):
         assert len({seed for _, seed in engine.seeds}) == 12
         all_seeds.append(sorted(engine.seeds))
     assert all_seeds[0] == all_seeds[1] == all_seeds[2]  # however the episodes are split over games
-    assert mpo.turn_seed(1, 0, Episode(0, 0, {})) != mpo.turn_seed(2, 0, Episode(0, 0, {})) != mpo.turn_seed(2, 1, Episode(0, 0, {}))
+    assert turn_seed(1, 0, Episode(0, 0, {})) != turn_seed(2, 0, Episode(0, 0, {})) != turn_seed(2, 1, Episode(0, 0, {}))
 
 
 def test_a_template_that_cannot_go_on_is_refused(tokenizer):
@@ -832,7 +833,7 @@ def test_token_logprobs_in_chunks_equal_the_naive_ones(bias):
     want = logp.gather(1, target[:, None])[:, 0]
     grads = torch.autograd.grad((want * up).sum(), leaves)
     for elements in (29, 29 * 4 + 5, 2**24, 1):
-        got, _ = mpo.token_logprobs(hidden, weight, offset, target, 0.7, max_elements=elements)
+        got, _ = token_logprobs(hidden, weight, offset, target, 0.7, max_elements=elements)
         assert torch.allclose(got.double(), want, rtol=1e-5, atol=2e-6)
         for g, w in zip(torch.autograd.grad((got * up).sum(), leaves), grads):
             assert torch.allclose(g, w, rtol=1e-4, atol=1e-5)

@@ -110,13 +110,6 @@ def test_advantages_are_those_of_the_other_script(rows, eps):
     assert torch.equal(outcome_probe.group_advantages(rewards, groups, eps), mrtpo.group_advantages(rewards[:, None], groups, eps)[0][:, 0])
 
 
-def test_repeated_region_is_byte_identical():
-    def region(name):
-        return re.search(r"# region token_logprobs\n(.*?)# endregion", (script_runner.ROOT / name).read_text(), re.S).group(1)
-
-    assert region("outcome_probe.py") == region("mrtpo.py")
-
-
 # ----------------------------------------------------------------------------------------------------- law of total covariance
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import sero
 from common import envs
 from common.policies import tiny_tokenizer
+from common.rollout import Turn, make_layout
 from sero import (
     Args,
     Branch,
@@ -23,7 +24,6 @@ from sero import (
     graph_distances,
     hierarchical_advantages,
     history_ids,
-    make_layout,
     oracle_token_weights,
     reachability,
     reachability_study,
@@ -213,7 +213,7 @@ def gains(reward, info):
 def test_an_action_that_could_not_be_done_leaves_the_state():
     e = sero.Episode(0, 0, {"id": "t"})
     for text, invalid in (("a", False), ("Nothing happens.", True), ("b", False), ("end", False)):
-        e.turns.append(sero.Turn(0, 1, "x", False, text, 0.0, {"invalid": invalid}))
+        e.turns.append(Turn(0, 1, "x", False, text, 0.0, {"invalid": invalid}))
     assert sero.states_seen(e) == ["t", "a", "a", "b"]
 
 
