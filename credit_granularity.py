@@ -794,13 +794,21 @@ def main(args: Args) -> Run:
             write_previews([e for e in es if e.task["family"] == "FC" and e.turns[-1].info.get("edit") is not None][:4], run.folder / "previews")
         return reduce_metrics({key: sums.get(key, (0.0, 0.0)) for key in processes.union(sums)}), failure
 
+    def evaluation_due(done: int) -> bool:
+        return done == args.num_updates or bool(args.eval_every and done % args.eval_every == 0)
+
     engine.weight_version = first_update
     sync_engine()
-    if first_update == 0 and not args.resume:
+    if not args.resume:
         start, failure = evaluate()
         if failure:
             raise JudgeError(f"{failure}\nnothing is lost: what was judged is in the cache, start the same command again")
         run.log(start, step=0)
+    elif evaluation_due(first_update) and not any(row["step"] == first_update and "eval/success" in row for row in read_jsonl(run.folder / "metrics.jsonl")):
+        again, failure = evaluate(first_update == args.num_updates)  # a judge was given up there: a line of its own beside that of the update
+        if failure:
+            raise JudgeError(f"{failure}\nthe evaluation after update {first_update} is still missing; go on with --resume {run.folder}")
+        run.log(again, step=first_update)
 
     def save(done: int) -> None:
         with run.timer("save"):
@@ -974,7 +982,7 @@ def main(args: Args) -> Run:
             metrics[f"granularity/{key}_so_far"] = totals_so_far[key]
         metrics["charts/SPS"] = played[1] / (time.perf_counter() - started)
         done = update + 1
-        if done == args.num_updates or (args.eval_every and done % args.eval_every == 0):
+        if evaluation_due(done):
             with run.timer("eval"):
                 measured_there, failure = evaluate(done == args.num_updates)
                 metrics |= {} if failure else measured_there

@@ -22,6 +22,7 @@ SHIPPED = [
     ("mpo", "automation"),
     ("sero", "household"),
     ("fork", "rubric"),
+    ("credit_granularity", "editing"),
     ("outcome_probe", "maths"),
 ]
 

@@ -20,10 +20,10 @@ from test_credit_granularity import write_run
 import common.curves
 import common.run
 import credit_granularity as cg
-from common import envs, policies
+from common import envs, granularity_report, policies
 from common.arguments import parse_args
 from common.checkpoints import newest_checkpoint, read_checkpoint
-from common.curves import RunError
+from common.curves import RunError, read_jsonl
 from common.envs import editing, editing_films
 
 script_runner.PRELOAD += ["common.judges", "common.envs.editing"]  # read when the first run of the session starts the server
@@ -293,6 +293,36 @@ def test_judges_that_go_away(shop):
     assert lost.code == 1 and "what was judged is in the cache" in lost.output and "Traceback" not in lost.output
     late, _, _ = judged_run(shop, say(score=0.5), lambda body, number: Reply(status=503), env="editing:rc", scheme="prm_fixed")
     assert late.code == 1 and "go on with --resume" in late.output and newest_checkpoint(late.folder)[1]["step"] == 0
+
+
+def test_an_evaluation_that_a_judge_left_is_repeated(shop):
+    """--resume makes up for it, after the last update too, and reports take the run."""
+    changes = {"env": "editing:rc", "scheme": "outcome", "num_updates": 2, "eval_every": 0, "measure_process": "off", "learning_rate": 1e-2}
+    there, asked = [True], 0
+
+    def reply(body, number):
+        return Reply(json.dumps({"score": 0.5})) if there[0] or number < asked - 1 else Reply(status=503)
+
+    with JudgeServer(reply) as judge:
+        changes |= {"outcome_judge": f"openai:a@{judge.url}", "judge_patience": 0}
+        whole = shop.run(**changes, judge_cache=shop.path())
+        whole.ok()
+        asked, there[0] = 2 * len(judge.calls), False  # the calls of the second run are counted on: its last one, of the last evaluation, fails
+        lost = shop.run(**changes, judge_cache=shop.path())
+        assert lost.code == 1 and "saved after update 2, whose evaluation is missing" in lost.output
+        assert [m["step"] for m in lost.metrics] == [0, 1, 2] and "eval/success" not in lost.metrics[-1]
+        with pytest.raises(RunError, match="no evaluation of its last update"):
+            granularity_report.read_runs([lost.folder])
+        still = shop.resume(lost.folder)
+        assert still.code == 1 and "still missing" in still.output
+        there[0] = True
+        shop.resume(lost.folder).ok()
+        metrics = read_jsonl(lost.folder / "metrics.jsonl")
+        assert [m["step"] for m in metrics] == [0, 1, 2, 2]
+        assert {k: v for k, v in metrics[-1].items() if k.startswith("eval/")} == {k: v for k, v in whole.metrics[-1].items() if k.startswith("eval/")}
+        assert granularity_report.read_runs([lost.folder])
+        shop.resume(lost.folder).ok()  # nothing is left to do
+        assert len(read_jsonl(lost.folder / "metrics.jsonl")) == 4
 
 
 def test_bad_input(shop, tmp_path):
