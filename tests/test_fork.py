@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from judge_server import JudgeServer, Reply
 
 import fork
+import fork_report
 from common import envs
 from common.envs import rubric
 from common.judges import Answer, RuleJudge, make_judge
@@ -499,7 +500,7 @@ def test_deletion_by_credit_keeps_more_recall_than_by_asking():
     ],
 )
 def test_units_are_found_in_the_text(text, units, found):
-    spans = fork.unit_spans(text, units)
+    spans = fork_report.unit_spans(text, units)
     assert [text[a:b].strip() for a, b in spans] == found
     if len(set(found)) < len(found) and found[0]:
         assert spans[0][1] <= spans[1][0]
