@@ -13,7 +13,7 @@ differs between them, marked (1) to (4) in the code:
 
 Beside them what the comparison is about: how good and bad turns mix in an episode, what the policy does with its budget, and where the gradient comes from.
 
-Laptop, two CPU cores (not timed yet):     python credit_granularity.py --scheme prm_decay
+Laptop, two CPU cores (outcome: 4 minutes): python credit_granularity.py --scheme prm_decay
 All schemes, three seeds, one report:      python credit_granularity.py --compare --seeds 3
 Models as judges:                          python credit_granularity.py --outcome-judge openai:A@http://HOST/v1 --process-judge openai:B@http://HOST/v1
 One GPU:                                   python credit_granularity.py --model Qwen/Qwen2.5-1.5B-Instruct --env editing:FOLDER --learning-rate 1e-6
