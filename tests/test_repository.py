@@ -23,7 +23,7 @@ def test_formula_tables_point_at_the_right_lines(page):
 
 def test_no_page_has_unfilled_places():
     for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
-        assert "@@" not in page.read_text(), page
+        assert "@@" not in re.sub(r"^@@ -\d.* @@", "", page.read_text(), flags=re.M), page  # a diff's own marks may stay
 
 
 def regions(path):
