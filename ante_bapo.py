@@ -23,36 +23,43 @@ Several GPUs:                              accelerate launch --config_file bench
 from __future__ import annotations
 
 import copy
-import itertools
-import random
-import re
 import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
+from ante_beliefs import (
+    CHECKS,
+    EXITS,
+    Belief,
+    BeliefEnv,
+    annotate,
+    outcome,
+    parse_belief,
+    read_trajectories,
+    successful_conversations,
+    warm_start_conversations,
+)  # fmt: skip
+from ante_report import FACTORS, belief_metrics, draw_reliability, episode_record, reliability, viewer_episode, with_verdict
 from common import envs
 from common.arguments import ArgumentError, parse_args
 from common.checks import check_bounds
 from common.curves import Panel, RunError, read_jsonl
 from common.engine import EngineError, Sample, Sampling, make_engine
-from common.envs.repo_hindsight import hindsight
 from common.packing import EMPTY, PackedBatch, Policy, check_packing, micro_batches, pack_rows
 from common.policies import PolicyError, TinyConfig, load_policy, stop_token_ids, token_spans
 from common.processes import Processes, full_weights, load_training_state, no_sync, training_state
 from common.ranks import distributed, is_maximum, reduce_metrics
-from common.reliability import draw_reliability, reliability
 from common.rollout import Episode, Layout, Turn, encode, episode_metrics, make_layout, observation_frame, rollout
 from common.run import Run
 from common.sandbox import isolation_problem
-from common.trajectories import read_trajectories
+from common.sft import fine_tune
 from common.viewer import write_credit_html
 from kernels.segment_scan import segment_scan, segment_stats
 
@@ -177,156 +184,10 @@ def resolve(args: Args) -> Args:
     )
 
 
-# ------------------------------------------------------------------------------------------------- beliefs and message format
-
-CHECKS, EXITS, DECISIONS = ("PASS", "FAIL", "NA"), ("yes", "no"), ("TRUST", "ABSTAIN")  # best first: the order in which (6) ranks
-FORMAT = {
-    "ante": "Before it two lines: note WHAT IS KNOWN, then expect PASS|FAIL|NA yes|no TRUST|ABSTAIN",
-    "retrospective": "Before it a line: note WHAT IS KNOWN",
-    "reactive": "",
-}
-_BELIEF = re.compile(r"\s*note(?P<summary>[^\n]*)\nexpect (?P<check>PASS|FAIL|NA) (?P<exit>yes|no) (?P<decision>TRUST|ABSTAIN)[ \t]*(?:\n|$)")
-_BEGUN = re.compile(r"\s*note(?P<summary>[^\n]*)(?:\nexpect (?P<check>PASS|FAIL|NA)\b(?: (?P<exit>yes|no)\b(?: (?P<decision>TRUST|ABSTAIN)\b)?)?)?")
-_NOTE = re.compile(r"\s*note(?P<summary>[^\n]*)(?:\n|$)")
-SUMMARY, FORECAST, DECISION, ACTION = range(4)  # factors of a message; each token belongs to one
-
-
-class Belief(NamedTuple):
-    """(1) What a message says beside its action. Malformed beliefs say (NA, no, ABSTAIN), and all of the message is executed; their spans are those of the
-    parts that stand there, so that a token's factor does not depend on what follows it. Spans are character ranges of the message, (0, 0) where absent."""
-
-    check: str
-    exit: str
-    decision: str
-    summary: tuple[int, int]
-    values: tuple[int, int]  # from the check's first to the exit's last character
-    decided: tuple[int, int]
-    action: str  # what the environment sees
-    well_formed: bool
-
-
-def parse_belief(text: str, kind: str) -> Belief:
-    """kind: ante, retrospective or reactive. Only ante has a forecast; the others are well-formed when their action can be found."""
-    if kind != "ante":
-        m = _NOTE.match(text) if kind == "retrospective" else None
-        return Belief("NA", "no", "ABSTAIN", (0, 0), (0, 0), (0, 0), text[m.end() :] if m else text, True)
-    m = _BELIEF.match(text)
-    found = m or _BEGUN.match(text)
-    if found is None:
-        return Belief("NA", "no", "ABSTAIN", (0, 0), (0, 0), (0, 0), text, False)
-    values = (found.start("check"), found.end("exit" if found["exit"] else "check")) if found["check"] else (0, 0)
-    spans = (0, found.end("summary") + 1), values, found.span("decision") if found["decision"] else (0, 0)
-    return Belief(m["check"], m["exit"], m["decision"], *spans, text[m.end() :], True) if m else Belief("NA", "no", "ABSTAIN", *spans, text, False)
-
-
-def render(kind: str, summary: str, check: str, exit: str, decision: str, action: str) -> str:
-    """The message of a belief and an action."""
-    note = f"note {summary}".rstrip() + "\n" if kind != "reactive" else ""
-    return note + (f"expect {check} {exit} {decision}\n" if kind == "ante" else "") + action
-
-
-def outcome(info: dict[str, Any]) -> tuple[str, str]:
-    """(check, exit) that the verifier read off a step's run. Environments without these fields check nothing; invalid actions do not end cleanly."""
-    return info.get("check", "NA"), info.get("exit", "no" if info.get("invalid") else "yes")
-
-
-_new_states = itertools.count()
-
-
-class BeliefEnv:
-    """An environment for a policy that writes beliefs: the first message says how, and what is executed is the message without its belief."""
-
-    def __init__(self, env: envs.Env, kind: str):
-        self.env, self.kind = env, kind
-
-    def reset(self, task: dict[str, Any]) -> list[dict[str, str]]:
-        return with_format(self.env.reset(task), self.kind)
-
-    def step(self, text: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        return self.env.step(parse_belief(text, self.kind).action)
-
-    def state_key(self) -> str:
-        """What the environment's own says; without one, every state is new."""
-        return self.env.state_key() if hasattr(self.env, "state_key") else f"state {next(_new_states)}"
-
-    def close(self) -> None:
-        self.env.close()
-
-
-def with_format(messages: list[dict[str, str]], kind: str) -> list[dict[str, str]]:
-    """The conversation with the belief's format in its system message."""
-    if not FORMAT[kind]:
-        return messages
-    if messages[0]["role"] != "system":
-        return [{"role": "system", "content": FORMAT[kind]}, *messages]
-    return [{"role": "system", "content": f"{messages[0]['content']}\n{FORMAT[kind]}"}, *messages[1:]]
-
-
-# ------------------------------------------------------------------------------------------- (2) beliefs written in hindsight
-
-
-def words_of(text: str) -> set[str]:
-    """Words and numbers, whatever their case and, for verdicts, their ending."""
-    words = set(re.findall(r"[a-z]+|\d+", text.casefold()))
-    return {next((verdict for verdict in ("pass", "fail") if word in (verdict, f"{verdict}s", f"{verdict}es", f"{verdict}ed")), word) for word in words}
-
-
-def leaks(summary: str, seen: str, result: str) -> bool:
-    """(2) Whether a summary says what only the result to come could tell: a word of it that had not been seen before."""
-    return bool(words_of(summary) & words_of(result) - words_of(seen))
-
-
-def annotate(conversation: Sequence[dict[str, str]], results: Sequence[dict[str, Any]], kind: str) -> tuple[list[dict[str, str]], int]:
-    """(2) The conversation with a belief before each of its actions, and how many summaries the filter dropped.
-
-    results: per assistant message {"check", "exit"} of its run, and where there are "summary" and "knowable" (whether a reader of the history could
-    know the result; without it: where no check ran).
-    """
-    out, seen, dropped, step = [], "", 0, iter(results)
-    for message, after in zip(conversation, [*conversation[1:], {"content": ""}]):
-        text = message["content"]
-        if message["role"] == "assistant":
-            r = next(step)
-            summary = r.get("summary", "")
-            if leaks(summary, seen, f"{after['content']} {r['check']}"):
-                summary, dropped = "unsure", dropped + 1
-            text = render(kind, summary, r["check"], r["exit"], "TRUST" if r.get("knowable", r["check"] == "NA") else "ABSTAIN", text)
-        out.append({"role": message["role"], "content": text})
-        seen += message["content"] + "\n"
-    return with_format(out, kind), dropped
-
-
-def results_of(tasks: envs.TaskSet, task: dict[str, Any], conversation: Sequence[dict[str, str]]) -> list[dict[str, Any]]:
-    """(2) What each action of a scripted conversation led to, for `annotate`, by executing it again."""
-    if "faults" in task:  # a generated repository, whose repaired program is known
-        return hindsight(task, conversation)
-    env = tasks.make_env()
-    env.reset(task)
-    infos = [env.step(m["content"])[4] for m in conversation if m["role"] == "assistant"]
-    env.close()
-    return [dict(zip(("check", "exit"), outcome(info))) for info in infos]
-
-
-def warm_start_conversations(tasks: envs.TaskSet, kind: str = "ante", seed: int = 0) -> list[list[dict]]:
-    """(2) Annotated trajectories for the tiny policy, by the careless expert: whole episodes, every assistant message of which is trained on.
-
-    Successful and failed ones: with successes alone it would have nothing left to learn from RL. All three kinds get the same trajectories.
-    """
-    rng = random.Random(seed)
-    played = [(task, tasks.careless(task, rng)) for task in tasks.train for _ in range(3)]
-    return [annotate(conversation, results_of(tasks, task, conversation), kind)[0] for task, conversation in played]
-
-
-def successful_conversations(tasks: envs.TaskSet, kind: str, seed: int = 0) -> list[list[dict]]:
-    """(2) Annotated successful trajectories, for fine-tuning a model that is not built from nothing."""
-    if tasks.demonstrate is None:
-        raise PolicyError("the warm start needs scripted demonstrations or --trajectories FILE; without either: --stage rl, or --sft-steps 0")
-    rng = random.Random(seed)
-    played = [(task, tasks.demonstrate(task, rng)) for task in tasks.train]
-    return [annotate(conversation, results_of(tasks, task, conversation), kind)[0] for task, conversation in played]
-
-
 # --------------------------------------------------------------------------------------------------------------- rollout
+
+
+SUMMARY, FORECAST, DECISION, ACTION = range(4)  # factors of a message; each token belongs to one
 
 
 @dataclass
@@ -536,43 +397,6 @@ def forecast_loss(logprobs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor
 # ---------------------------------------------------------------------------------------------------------- measurements
 
 
-def verdict_scores(tp: float, fp: float, fn: float, tn: float) -> dict[str, float]:
-    """Accuracy and Matthews correlation of a yes/no verdict; the correlation is nan where one side of the table is empty."""
-    total, product = tp + fp + fn + tn, (tp + fp) * (tp + fn) * (tn + fp) * (tn + fn)
-    return {"accuracy": (tp + tn) / total if total else float("nan"), "mcc": (tp * tn - fp * fn) / product**0.5 if product > 0 else float("nan")}
-
-
-def belief_metrics(played: Sequence[tuple[Episode, Sequence[Step]]]) -> dict[str, tuple[float, float]]:
-    """How good beliefs were, as (sum, count) pairs. The verdict on an episode is its last belief: does it expect PASS?"""
-    steps = [s for _, own in played for s in own]
-    checked = [s for s in steps if s.conclusive]
-    trusted = [s for s in checked if s.belief.decision == "TRUST"]
-    n, n_checked, n_trusted = float(len(steps)), float(len(checked)), float(len(trusted))
-    verdicts = [(own[-1].belief.check == "PASS", e.success >= 1) for e, own in played if own]
-    table = {name: float(sum(v == pair for v in verdicts)) for name, pair in VERDICTS.items()}
-    return {
-        "hit_rate": (float(sum(s.right for s in checked)), n_checked),
-        "hit_rate_all": (float(sum(s.right for s in steps)), n),
-        "trust_rate": (n_trusted, n_checked),
-        "trust_precision": (float(sum(s.right for s in trusted)), n_trusted),
-        "abstain_hit_rate": (float(sum(s.right for s in checked if s.belief.decision == "ABSTAIN")), n_checked - n_trusted),
-        "malformed_frac": (float(sum(not s.belief.well_formed for s in steps)), n),
-        "checks_per_episode": (n_checked, float(len(played))),
-        **{f"verdict/{name}": (count, float(len(verdicts))) for name, count in table.items()},
-    }
-
-
-VERDICTS = {"tp": (True, True), "fp": (True, False), "fn": (False, True), "tn": (False, False)}  # (expected PASS, solved)
-
-
-def with_verdict(metrics: dict[str, float], prefix: str) -> dict[str, float]:
-    """The metrics with accuracy and MCC in place of the four cells of the table, which stay as shares of the episodes."""
-    cells = [metrics.get(f"{prefix}verdict/{name}") for name in VERDICTS]
-    if None in cells:
-        return metrics
-    return metrics | {f"{prefix}verdict_{name}": value for name, value in verdict_scores(*cells).items() if value == value}
-
-
 def forecast_targets(
     episodes: Sequence[Episode], beliefs: Sequence[Sequence[Step]], layout: Layout, which: str, context: int
 ) -> tuple[torch.Tensor, list[list[tuple[int, list[int]]]]]:
@@ -622,50 +446,6 @@ PANELS = [
     Panel("Cross-entropy of forecasts", ("losses/pred_loss",), unit="nats per token"),
     Panel("Turns per episode", ("charts/turns",)),
 ]
-FACTORS = ("summary", "forecast", "decision", "action")
-
-
-def episode_record(step: int, e: Episode, steps: Sequence[Step], turn_adv: Sequence[float], rewards: Sequence[float], tokenizer) -> dict:
-    """What episodes.jsonl keeps of an episode: exact tokens, log-probs, and per turn its forecast, decision, what happened, and its advantage."""
-    turns = [
-        {
-            "start": t.start, "stop": t.stop, "reward": t.reward, "advantage": a, "decision_reward": r, "forecast": [s.belief.check, s.belief.exit],
-            "decision": s.belief.decision, "well_formed": s.belief.well_formed, "truth": list(s.truth), "factors": s.factors,
-        }
-        for t, s, a, r in zip(e.turns, steps, turn_adv, rewards)
-    ]  # fmt: skip
-    return {
-        "step": step, "group": e.group, "sample": e.sample, "task_id": e.task["id"], "prompt": tokenizer.decode(e.prompt_ids), "prompt_ids": e.prompt_ids,
-        "token_ids": e.token_ids, "tokens": [tokenizer.decode([t]) for t in e.token_ids], "policy_mask": e.policy_mask, "logprobs": e.logprobs,
-        "turns": turns, "reward": e.reward, "success": e.success, "truncated": e.truncated,
-    }  # fmt: skip
-
-
-def viewer_episode(record: dict, belief: str) -> dict:
-    """One line of episodes.jsonl as an entry of credit.html: a bar per turn with its advantage, named after forecast, decision and truth."""
-    factors: list[int | None] = [None] * len(record["tokens"])
-    for t in record["turns"]:
-        factors[t["start"] : t["stop"]] = t["factors"]
-
-    def name(i: int, t: dict) -> str:
-        if belief != "ante":
-            return f"turn {i}: {' '.join(t['truth'])}"
-        said = f"{' '.join(t['forecast'])} {t['decision']}" if t["well_formed"] else "no belief"
-        return f"turn {i}: {said}, was {' '.join(t['truth'])}, decision {t['decision_reward']:+.3f}"
-
-    return {
-        "id": f"u{record['step']} g{record['group']} s{record['sample']}",
-        "title": f"update {record['step']}, sample {record['sample']}" + (f" (cut: {record['truncated']})" if record["truncated"] else ""),
-        "group": f"update {record['step']}, {record['task_id']}",
-        "prompt": record["prompt"],
-        "facts": {"success": record["success"], "return": record["reward"], "turns": len(record["turns"]), "tokens": len(record["logprobs"])},
-        "tokens": record["tokens"],
-        "turns": [{"name": name(i, t), "start": t["start"], "end": t["stop"], "value": t["advantage"]} for i, t in enumerate(record["turns"], 1)],
-        "masked": [not own for own in record["policy_mask"]],
-        "strips": [{"name": "factor", "values": factors, "scale": "categorical", "note": "what the token is part of", "labels": list(FACTORS)}],
-    }
-
-
 # ----------------------------------------------------------------------------------------------------------------- main
 
 
@@ -695,69 +475,6 @@ def check_args(args: Args) -> None:
         raise ArgumentError(f"--stage sft with --sft-steps 0: nothing would be trained for --model {args.model}")
     if (args.trajectories or args.sft_steps) and args.stage in ("rl", "tto"):
         raise ArgumentError(f"--stage {args.stage}: has no warm start; leave out --trajectories and --sft-steps, or choose sft or all")
-
-
-def conversation_tokens(tokenizer, conversation: Sequence[dict], stop_token_ids: Sequence[int]) -> tuple[list[int], list[int], list[bool]]:
-    """(prompt ids, ids after it, which of these the assistant says): encoded piece by piece as `rollout` does."""
-    end, before, after = observation_frame(tokenizer, stop_token_ids)
-    first = next(i for i, m in enumerate(conversation) if m["role"] == "assistant")
-    ids, mask = [], []
-    for m in conversation[first:]:
-        said = m["role"] == "assistant"
-        piece = tokenizer(m["content"] + end if said else before + m["content"] + after, add_special_tokens=False).input_ids
-        ids, mask = ids + piece, mask + [said] * len(piece)
-    return encode(tokenizer, conversation[:first]), ids, mask
-
-
-def warm_start(
-    lm: torch.nn.Module, tokenizer, conversations: Sequence[Sequence[dict]], args: Args, processes: Processes, stop_ids: Sequence[int],
-    form: tuple[bool, int, bool], folder: Path,
-) -> tuple[torch.nn.Module, dict[str, float]]:  # fmt: skip
-    """(2) Stage sft: `args.sft_steps` steps of supervised learning of everything the assistant says, then the policy as a transformers folder.
-
-    form: (shared prompts, padding token, bf16). Returns the policy read back from the folder, and first and last loss.
-    """
-    share, pad_id, bf16 = form
-    bare = Policy(lm)
-    policy = processes.wrap(bare, lm.base_model.layers if args.parallel == "fsdp2" else (), args.parallel, bf16)
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=args.sft_learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=args.parallel == "ddp")
-    rows = [conversation_tokens(tokenizer, c, stop_ids) for c in conversations]
-    fits = [r for r in rows if len(r[0]) + len(r[1]) <= lm.config.max_position_embeddings]
-    if rows and not fits:
-        raise envs.DataError(f"stage sft: every trajectory is longer than the context of --model {args.model} ({lm.config.max_position_embeddings} tokens)")
-    if processes.is_main and args.sft_steps:
-        print(f"warm start: {args.sft_steps} steps on {len(fits)} trajectories ({len(rows) - len(fits)} longer than the context left out)", flush=True)
-    order = np.random.default_rng([args.seed, 1]).permutation(np.resize(np.arange(len(fits)), max(args.sft_steps * args.sft_batch, 1)) if fits else 0)
-    losses: list[float] = []
-    policy.train()
-    for step in range(args.sft_steps):
-        mine = [fits[i] for i in order[step * args.sft_batch : (step + 1) * args.sft_batch]][processes.rank :: processes.world]
-        total = float(processes.all_sum(torch.tensor([float(sum(sum(m) for _, _, m in mine))], dtype=torch.float64))[0])
-        optimizer.param_groups[0]["lr"] = args.sft_learning_rate * (1 - step / args.sft_steps)
-        optimizer.zero_grad(set_to_none=True)
-        batches = list(processes.rounds(list(micro_batches([(p, ids) for p, ids, _ in mine], args.micro_batch_tokens))))
-        seen = 0.0
-        for number, batch in enumerate(batches):
-            with no_sync(policy, number < len(batches) - 1):
-                chosen = [mine[i] for i in batch]
-                inputs = pack_rows([(p, ids) for p, ids, _ in chosen], share, pad_id, [m for _, _, m in chosen]) if batch else EMPTY
-                with torch.autocast(processes.device.type, torch.bfloat16) if bf16 else nullcontext():
-                    logprobs, _ = policy(inputs.to(processes.device))
-                loss = -logprobs.sum() / total if batch else logprobs.sum() * 0.0
-                seen += float(loss.detach())
-                (loss * processes.world).backward()
-        torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
-        optimizer.step()
-        losses.append(float(processes.all_sum(torch.tensor([seen], dtype=torch.float64))[0]))
-        if not np.isfinite(losses[-1]):
-            raise RunError(f"warm start, step {step + 1}: the loss is not finite; lower --sft-learning-rate")
-    weights = {name.removeprefix("lm."): w for name, w in full_weights(bare).items()}
-    with processes.main_first():
-        if processes.is_main:
-            lm.save_pretrained(folder, state_dict=weights)
-            tokenizer.save_pretrained(folder)
-    metrics = {"sft/loss_first": losses[0], "sft/loss_last": losses[-1]} if losses else {}
-    return load_policy(str(folder), device=processes.device)[0], metrics
 
 
 def main(args: Args) -> Run:
@@ -831,7 +548,11 @@ def main(args: Args) -> Run:
     if (args.sft_steps or args.stage == "sft") and not args.resume:
         with run.timer("sft"):
             chosen = recorded or (successful_conversations(tasks, args.belief) if args.sft_steps else [])
-            lm, sft_metrics = warm_start(lm, tokenizer, chosen, args, processes, sampling.stop_token_ids, (share, pad_id, bf16), warm_folder)
+            lm, sft_metrics = fine_tune(
+                lm, tokenizer, chosen, warm_folder, steps=args.sft_steps, batch_size=args.sft_batch, learning_rate=args.sft_learning_rate,
+                max_grad_norm=args.max_grad_norm, micro_batch_tokens=args.micro_batch_tokens, seed=args.seed, stop_token_ids=sampling.stop_token_ids,
+                processes=processes, parallel=args.parallel, share_prompts=share, pad_id=pad_id, bf16=bf16,
+            )  # fmt: skip
     if args.sft_steps and args.resume:
         lm = load_policy(str(warm_folder), device=device)[0]
 

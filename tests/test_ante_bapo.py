@@ -13,25 +13,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ante_bapo
-from ante_bapo import (
-    ACTION,
-    DECISION,
-    FORECAST,
-    SUMMARY,
-    Anticipator,
-    Args,
-    parse_belief,
-    render,
-)
-from common import envs, policies
+import ante_beliefs
+import ante_report
+from ante_bapo import ACTION, DECISION, FORECAST, SUMMARY, Anticipator, Args
+from ante_beliefs import parse_belief, read_trajectories, render
+from ante_report import draw_reliability, reliability
+from common import envs, policies, sft
 from common.arguments import ArgumentError
 from common.engine import Sample, Sampling
 from common.envs import repo
 from common.envs.repo_hindsight import hindsight
 from common.packing import pack_rows
-from common.reliability import draw_reliability, reliability
 from common.rollout import Episode, Turn, make_layout
-from common.trajectories import read_trajectories
 
 F64 = torch.float64
 
@@ -112,7 +105,7 @@ def test_the_other_kinds_have_no_forecast():
 
 
 @given(
-    st.sampled_from(ante_bapo.CHECKS), st.sampled_from(ante_bapo.EXITS), st.sampled_from(ante_bapo.DECISIONS),
+    st.sampled_from(ante_beliefs.CHECKS), st.sampled_from(ante_beliefs.EXITS), st.sampled_from(ante_beliefs.DECISIONS),
     st.text("ab 1", max_size=8), st.text("ab\n", max_size=8),
 )  # fmt: skip
 def test_what_is_rendered_is_parsed(check, exit, decision, summary, action):
@@ -130,27 +123,27 @@ def test_the_environment_sees_the_action_alone_and_the_policy_the_format():
         def step(self, text):
             return text, 0.0, False, False, {}
 
-    env = ante_bapo.BeliefEnv(Echo(), "ante")
-    assert env.reset({}) == [{"role": "system", "content": ante_bapo.FORMAT["ante"]}, {"role": "user", "content": "go"}]
+    env = ante_beliefs.BeliefEnv(Echo(), "ante")
+    assert env.reset({}) == [{"role": "system", "content": ante_beliefs.FORMAT["ante"]}, {"role": "user", "content": "go"}]
     assert env.step(WHOLE)[0] == "total is x\nedit cart.py 4: return x"
     assert env.state_key() != env.state_key()  # without states of its own, every one is new
-    assert ante_bapo.BeliefEnv(Echo(), "reactive").reset({}) == [{"role": "user", "content": "go"}]
+    assert ante_beliefs.BeliefEnv(Echo(), "reactive").reset({}) == [{"role": "user", "content": "go"}]
 
 
 def test_outcome_of_environments_with_and_without_checks():
-    assert ante_bapo.outcome({"check": "FAIL", "exit": "no"}) == ("FAIL", "no")
-    assert ante_bapo.outcome({}) == ("NA", "yes")
-    assert ante_bapo.outcome({"invalid": True}) == ("NA", "no")
+    assert ante_beliefs.outcome({"check": "FAIL", "exit": "no"}) == ("FAIL", "no")
+    assert ante_beliefs.outcome({}) == ("NA", "yes")
+    assert ante_beliefs.outcome({"invalid": True}) == ("NA", "no")
 
 
 # -------------------------------------------------------------------------------------------------- (2) hindsight and its leaks
 
 
 def test_a_summary_leaks_when_it_says_what_only_the_result_could():
-    assert ante_bapo.leaks("bill broken", "total is wrong", "FAIL test_bill: 3 == 4")
-    assert not ante_bapo.leaks("bill broken", "bill is wrong", "FAIL test_bill: 3 == 4")
-    assert not ante_bapo.leaks("bill broken", "total is wrong", "PASS 4 tests")
-    assert ante_bapo.leaks("will FAIL", "total is wrong", "FAIL 1 of 4")
+    assert ante_beliefs.leaks("bill broken", "total is wrong", "FAIL test_bill: 3 == 4")
+    assert not ante_beliefs.leaks("bill broken", "bill is wrong", "FAIL test_bill: 3 == 4")
+    assert not ante_beliefs.leaks("bill broken", "total is wrong", "PASS 4 tests")
+    assert ante_beliefs.leaks("will FAIL", "total is wrong", "FAIL 1 of 4")
 
 
 def test_annotation_drops_leaks_and_keeps_the_rest():
@@ -159,14 +152,14 @@ def test_annotation_drops_leaks_and_keeps_the_rest():
         {"role": "user", "content": "FAIL test_bill"}, {"role": "assistant", "content": "submit"},
     ]  # fmt: skip
     results = [{"check": "FAIL", "exit": "yes", "summary": "bill broken", "knowable": True}, {"check": "PASS", "exit": "yes", "summary": "bill broken"}]
-    out, dropped = ante_bapo.annotate(conversation, results, "ante")
+    out, dropped = ante_beliefs.annotate(conversation, results, "ante")
     assert dropped == 1
     assert [m["content"] for m in out] == [
-        "repair\n" + ante_bapo.FORMAT["ante"], "total is wrong", "note unsure\nexpect FAIL yes TRUST\ntest", "FAIL test_bill",
+        "repair\n" + ante_beliefs.FORMAT["ante"], "total is wrong", "note unsure\nexpect FAIL yes TRUST\ntest", "FAIL test_bill",
         "note bill broken\nexpect PASS yes ABSTAIN\nsubmit",
     ]  # fmt: skip
-    assert ante_bapo.annotate(conversation, results, "reactive")[0] == conversation
-    assert [m["content"] for m in ante_bapo.annotate(conversation, results, "retrospective")[0]][2] == "note unsure\ntest"
+    assert ante_beliefs.annotate(conversation, results, "reactive")[0] == conversation
+    assert [m["content"] for m in ante_beliefs.annotate(conversation, results, "retrospective")[0]][2] == "note unsure\ntest"
 
 
 @pytest.fixture(scope="module")
@@ -203,7 +196,7 @@ def test_hindsight_says_what_really_happened_and_when_it_could_be_known(tasks):
 
 def test_warm_starts_of_all_kinds_come_from_the_same_trajectories(tasks):
     few = dataclasses.replace(tasks, train=tasks.train[:12])
-    kinds = {kind: ante_bapo.warm_start_conversations(few, kind) for kind in ante_bapo.FORMAT}
+    kinds = {kind: ante_bapo.warm_start_conversations(few, kind) for kind in ante_beliefs.FORMAT}
     assert len(kinds["ante"]) == 36
     for ante, memory, reactive in zip(*kinds.values(), strict=True):
         said = [[m["content"] for m in c if m["role"] == "assistant"] for c in (ante, memory, reactive)]
@@ -214,13 +207,13 @@ def test_warm_starts_of_all_kinds_come_from_the_same_trajectories(tasks):
             assert a.startswith(b.split("\n")[0] + "\n")
         assert [m for m in ante if m["role"] == "user"] == [m for m in reactive if m["role"] == "user"]
     assert ante_bapo.warm_start_conversations(few) == kinds["ante"]
-    for conversation in ante_bapo.successful_conversations(few, "ante"):
+    for conversation in ante_beliefs.successful_conversations(few, "ante"):
         assert conversation[-1]["content"].endswith("expect PASS yes TRUST\nsubmit")
 
 
 def test_a_summary_leaks_whatever_its_case_and_ending_and_a_malformed_belief_forecasts_nothing():
-    assert ante_bapo.leaks("all will pass", "test FAIL 1 of 3", "PASS 3 tests PASS") and ante_bapo.leaks("it failed", "", "FAIL 1")
-    assert not ante_bapo.leaks("tests pass", "PASS 3 tests", "PASS 3 tests")
+    assert ante_beliefs.leaks("all will pass", "test FAIL 1 of 3", "PASS 3 tests PASS") and ante_beliefs.leaks("it failed", "", "FAIL 1")
+    assert not ante_beliefs.leaks("tests pass", "PASS 3 tests", "PASS 3 tests")
     step = ante_bapo.Step(parse_belief("nonsense", "ante"), ("NA", "no"), [], float("nan"), 0, [])
     assert not step.right
 
@@ -237,7 +230,7 @@ ROW = {
 def test_recorded_trajectories(tmp_path):
     file = tmp_path / "t.jsonl"
     file.write_text("\n".join(json.dumps(r) for r in (ROW, ROW | {"success": 0}, ROW | {"success": 0.5})))
-    rows, counts = read_trajectories(str(file), ante_bapo.CHECKS, ante_bapo.EXITS)
+    rows, counts = read_trajectories(str(file), ante_beliefs.CHECKS, ante_beliefs.EXITS)
     assert counts == {"used": 2, "failed": 1}
     assert rows == [(ROW["messages"], ROW["steps"])] * 2
 
@@ -268,7 +261,7 @@ def test_bad_trajectories_name_file_line_and_field(tmp_path, change, says):
     lines = [json.dumps(ROW | {"success": 0}), change if isinstance(change, str) else json.dumps(ROW | change)]
     file.write_text("\n".join(lines))
     with pytest.raises(envs.DataError) as e:
-        read_trajectories(str(file), ante_bapo.CHECKS, ante_bapo.EXITS)
+        read_trajectories(str(file), ante_beliefs.CHECKS, ante_beliefs.EXITS)
     assert str(file) in str(e.value)
     assert says in str(e.value)
     assert "line 2" in str(e.value) or "among" in str(e.value)
@@ -281,7 +274,7 @@ def test_bad_trajectories_name_file_line_and_field(tmp_path, change, says):
 def tokenizer():
     rows = [
         [{"role": "user", "content": f"{c} {d} {x}"}, {"role": "assistant", "content": render("ante", "total broken", c, x, d, "test")}]
-        for c, d, x in itertools.product(ante_bapo.CHECKS, ante_bapo.DECISIONS, ante_bapo.EXITS)
+        for c, d, x in itertools.product(ante_beliefs.CHECKS, ante_beliefs.DECISIONS, ante_beliefs.EXITS)
     ]
     return policies.tiny_tokenizer(rows * 3, 300)
 
@@ -566,15 +559,15 @@ def test_policy_loss_by_hand():
 
 
 def test_verdict_scores_by_hand():
-    assert ante_bapo.verdict_scores(4, 1, 2, 3) == {"accuracy": 0.7, "mcc": pytest.approx((12 - 2) / math.sqrt(5 * 6 * 4 * 5))}
-    assert math.isnan(ante_bapo.verdict_scores(4, 1, 0, 0)["mcc"])
-    assert ante_bapo.with_verdict({"x/verdict/tp": 0.5, "x/verdict/fp": 0.0, "x/verdict/fn": 0.0, "x/verdict/tn": 0.5}, "x/")["x/verdict_mcc"] == 1
-    assert "verdict_mcc" not in ante_bapo.with_verdict({"a": 1.0}, "")
+    assert ante_report.verdict_scores(4, 1, 2, 3) == {"accuracy": 0.7, "mcc": pytest.approx((12 - 2) / math.sqrt(5 * 6 * 4 * 5))}
+    assert math.isnan(ante_report.verdict_scores(4, 1, 0, 0)["mcc"])
+    assert ante_report.with_verdict({"x/verdict/tp": 0.5, "x/verdict/fp": 0.0, "x/verdict/fn": 0.0, "x/verdict/tn": 0.5}, "x/")["x/verdict_mcc"] == 1
+    assert "verdict_mcc" not in ante_report.with_verdict({"a": 1.0}, "")
 
 
 def test_belief_metrics_by_hand(tokenizer):
     episodes = two_episodes(tokenizer)
-    m = ante_bapo.belief_metrics(list(zip(episodes, read_all(tokenizer, episodes))))
+    m = ante_report.belief_metrics(list(zip(episodes, read_all(tokenizer, episodes))))
     assert m["hit_rate"] == (1.0, 3.0)  # FAIL came; PASS did not; the malformed one said NA
     assert m["hit_rate_all"] == (1.0, 4.0)
     assert m["trust_rate"] == (2.0, 3.0)
@@ -582,7 +575,7 @@ def test_belief_metrics_by_hand(tokenizer):
     assert m["abstain_hit_rate"] == (0.0, 1.0)
     assert m["malformed_frac"] == (1.0, 4.0)
     assert m["checks_per_episode"] == (3.0, 2.0)
-    assert [m[f"verdict/{name}"] for name in ante_bapo.VERDICTS] == [(1.0, 2.0), (0.0, 2.0), (0.0, 2.0), (1.0, 2.0)]
+    assert [m[f"verdict/{name}"] for name in ante_report.VERDICTS] == [(1.0, 2.0), (0.0, 2.0), (0.0, 2.0), (1.0, 2.0)]
 
 
 def test_reliability_by_hand(tmp_path):
@@ -686,7 +679,7 @@ def test_one_candidate_a_step_is_executed(tokenizer):
             return super().generate(prompts, sampling, n, seeds, session_ids)
 
     by = Anticipator(Always(tokenizer, [], []), tokenizer, "ante", 3, 1.0)
-    games = [ante_bapo.BeliefEnv(Counting(), "ante") for _ in range(2)]
+    games = [ante_beliefs.BeliefEnv(Counting(), "ante") for _ in range(2)]
     sampling = Sampling(0.0, 32, (tokenizer.eos_token_id,))
     episodes = ante_bapo.rollout(by, tokenizer, games, 0, [(0, {"id": "a"}), (1, {"id": "b"})], 1, sampling, 3, 2048, 1, 0)
     assert Counting.executed == sum(len(e.turns) for e in episodes) == 6
@@ -706,7 +699,7 @@ def test_the_verifier_says_the_same_twenty_times(tasks):
     for _ in range(20):
         env.restore(here)
         repo._cache.clear()  # a real run each time
-        said.add(ante_bapo.outcome(env.step("test")[4]))
+        said.add(ante_beliefs.outcome(env.step("test")[4]))
     assert said == {("FAIL", "yes")}
 
 
@@ -714,12 +707,12 @@ def test_the_verifier_says_the_same_twenty_times(tasks):
 def test_a_run_that_hangs_or_forks_away_is_no_clean_exit(tasks, bad, monkeypatch):
     task = tasks.train[0]
     monkeypatch.setitem(repo.LIMITS, "wall_s", 3.0)
-    env = ante_bapo.BeliefEnv(repo.RepoEnv(), "ante")
+    env = ante_beliefs.BeliefEnv(repo.RepoEnv(), "ante")
     env.reset(task)
     name = next(iter(task["files"]))
     env.step(render("ante", "", "NA", "yes", "TRUST", f"edit {name} 1-1: {bad}"))
     info = env.step(says("FAIL", "no"))[4]
-    assert ante_bapo.outcome(info) == ("FAIL", "no")
+    assert ante_beliefs.outcome(info) == ("FAIL", "no")
 
 
 # ----------------------------------------------------------------------------------------------------------------- arguments
@@ -764,6 +757,6 @@ def test_conversations_are_encoded_as_a_rollout_does(tokenizer):
         {"role": "user", "content": "FAIL"},
         {"role": "assistant", "content": "x"},
     ]
-    prompt, ids, mask = ante_bapo.conversation_tokens(tokenizer, c, (tokenizer.eos_token_id,))
+    prompt, ids, mask = sft.conversation_tokens(tokenizer, c, (tokenizer.eos_token_id,))
     want = policies.assistant_tokens(tokenizer, c)
     assert (prompt, ids, mask) == want

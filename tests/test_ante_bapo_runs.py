@@ -20,6 +20,8 @@ import torch
 from multi_turn_runs import Result, both, equal, flags, near
 
 import ante_bapo
+import ante_beliefs
+import ante_report
 from common import envs, policies
 from common.checkpoints import newest_checkpoint
 
@@ -84,8 +86,10 @@ def conversations(kind="ante"):
     tasks, rng, out = load(), random.Random(0), []
     for task in [t for t in tasks.train for _ in range(12)]:
         conversation = tasks.careless(task, rng)
-        results = [r | {"summary": "dialling", "knowable": r["check"] == "NA" or rng.random() < 0.6} for r in ante_bapo.results_of(tasks, task, conversation)]
-        out.append(ante_bapo.annotate(conversation, results, kind)[0])
+        results = [
+            r | {"summary": "dialling", "knowable": r["check"] == "NA" or rng.random() < 0.6} for r in ante_beliefs.results_of(tasks, task, conversation)
+        ]
+        out.append(ante_beliefs.annotate(conversation, results, kind)[0])
     return out
 
 
@@ -171,8 +175,8 @@ def test_ante_bapo_run(shop):
     for m in r.updates:
         assert m["ante/hit_rate_all"] > m["ante/hit_rate"] > 0  # that dialling checks nothing is easy
         assert 0 < m["ante/trust_rate"] < 1
-        assert sum(m[f"ante/token_share/{f}"] for f in ante_bapo.FACTORS) == pytest.approx(1)
-        assert sum(m[f"ante/verdict/{cell}"] for cell in ante_bapo.VERDICTS) == pytest.approx(1)
+        assert sum(m[f"ante/token_share/{f}"] for f in ante_report.FACTORS) == pytest.approx(1)
+        assert sum(m[f"ante/verdict/{cell}"] for cell in ante_report.VERDICTS) == pytest.approx(1)
         assert m["ante/verdict_accuracy"] == pytest.approx(m["ante/verdict/tp"] + m["ante/verdict/tn"])
         assert m["losses/pred_loss"] > 0
     last = r.metrics[-1]
@@ -239,7 +243,7 @@ def test_run_folder(shop):
     shown = json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)[1])["episodes"]
     assert len(shown) == len(r.episodes) > 0
     for seen, e in zip(shown, r.episodes):
-        assert seen["strips"][0]["labels"] == list(ante_bapo.FACTORS)
+        assert seen["strips"][0]["labels"] == list(ante_report.FACTORS)
         assert [v is not None for v in seen["strips"][0]["values"]] == e["policy_mask"]
         for bar, t in zip(seen["turns"], e["turns"], strict=True):
             said = f"{' '.join(t['forecast'])} {t['decision']}" if t["well_formed"] else "no belief"
@@ -324,7 +328,7 @@ def test_warm_start_on_recorded_trajectories(shop, tmp_path):
     rows = []
     for task in load().train * 3:
         conversation = talk(task, rng, 0.0)
-        rows.append({"messages": conversation, "steps": ante_bapo.results_of(load(), task, conversation), "success": 1})
+        rows.append({"messages": conversation, "steps": ante_beliefs.results_of(load(), task, conversation), "success": 1})
     file = tmp_path / "t.jsonl"
     file.write_text("\n".join(json.dumps(row) for row in [*rows, rows[0] | {"success": 0}]))
     r = shop.run(stage="sft", env="safe:real", sft_steps=4, trajectories=file, test_time="plain")
