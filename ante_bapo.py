@@ -87,11 +87,11 @@ class Args:
     """stop where test runs cannot be isolated (bubblewrap), instead of a warning"""
     seed: int = 1
     """seed of data order and sampling; every turn has its own stream from (seed, update, task, sample, turn)"""
-    num_updates: int = 20
+    num_updates: int = 16
     """rollout-and-update rounds"""
-    eval_every: int = 5
+    eval_every: int = 4
     """updates between evaluations on the unseen split (0: only at the start and the end)"""
-    eval_tasks: int = 128
+    eval_tasks: int = 96
     """evaluation tasks, greedy decoding"""
     save_every: int = 25
     """updates between checkpoints (0: only at the end and when interrupted)"""
@@ -112,7 +112,7 @@ class Args:
     """length limit of one assistant message, belief included"""
     temperature: float = 1.0
     """of sampling and of every log-prob in the loss"""
-    learning_rate: float = 5e-4
+    learning_rate: float = 2e-4
     """constant after the warm-up; for the tiny policy (paper-size models: about 1e-6) [deduced]"""
     lr_warmup_updates: int = 3
     """linear warm-up of the learning rate [deduced]"""
@@ -148,7 +148,7 @@ class Args:
     """bapo: what is added to g - V: the mean of those who decided alike less the mean of all, or the return less that mean [deduced: the text allows both]"""
     pred_loss: bool = True
     """cross-entropy of the forecast's value tokens to what happened"""
-    pred_coef: float = 0.3
+    pred_coef: float = 0.03
     """its weight in the loss, per value token [deduced]"""
     pred_steps: Literal["all", "conclusive"] = "all"
     """steps whose forecast is trained: all that ran, or only those where a check ran [deduced: the text says verifiable]"""

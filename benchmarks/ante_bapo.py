@@ -41,8 +41,8 @@ class Args:
     out: str = "runs/ante"  # folder of the runs, one folder each: ARM-SEED
     env: str = "repo"  # task
     seeds: int = 5  # 1 to this
-    arms: tuple[str, ...] = tuple(ARMS)[:5]  # which
-    num_updates: int = 20
+    arms: tuple[str, ...] = tuple(ARMS)[:4]  # which
+    num_updates: int = 12
     table_only: bool = False  # read what is there
 
 
@@ -88,7 +88,7 @@ def done(folder: Path, args: Args) -> bool:
 
 
 def main(args: Args) -> None:
-    common = {"env": args.env, "num_updates": args.num_updates, "groups_per_update": 8, "eval_every": 0, "save_every": 0}
+    common = {"env": args.env, "num_updates": args.num_updates, "eval_every": 0, "save_every": 0}
     for seed in range(1, args.seeds + 1) if not args.table_only else ():
         for arm in args.arms:
             folder = Path(args.out) / f"{arm}-{seed}"

@@ -15,6 +15,7 @@ from common import envs, policies
 
 # script whose warm start it is, environment family
 SHIPPED = [
+    ("ante_bapo", "repo"),
     ("mrtpo", "sql"),
     ("mrtpo", "instructions"),
     ("mrtpo", "tools"),
