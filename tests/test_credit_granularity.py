@@ -18,13 +18,14 @@ import credit_granularity as cg
 from common import envs
 from common.arguments import ArgumentError
 from common.curves import RunError
-from common.granularity_report import FALL, over_seeds, reward_curves, write_report
+from common.envs.editing_judges import REFLECTION, mixing_score
 from common.judges import Answer, Vote
 from common.packing import pack_rows
 from common.policies import tiny_tokenizer
 from common.rollout import Episode, Turn, make_layout
 from common.viewer import write_credit_html
 from credit_granularity import Args, Student
+from credit_report import FALL, over_seeds, reward_curves, write_report
 
 LENGTHS = st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=5), min_size=1, max_size=5)  # tokens of each turn of each episode
 VOTE = st.sampled_from([0.0, 0.5, 1.0, None])
@@ -261,8 +262,8 @@ def test_behaviour_by_hand():
     want |= {"reasoning_chars": (4 + 2 + 4, 6), "reflection_frac": (1, 6), "invalid_frac": (1, 6), "process_reward": (pytest.approx(3.3), 5)}
     want |= {"mixing": (1.0, 2), "mixing_process": (1.0, 2)}  # one good and one bad turn: 1; all good: 0. By the judge: 1, and 0
     assert got == want
-    assert cg.mixing_score(["good"] * 7) == 0 and cg.mixing_score(["good", "bad"] * 4) == 1 and cg.mixing_score(["good", "bad", "bad", "bad"]) == 0.5
-    assert math.isnan(cg.mixing_score(["neutral"])) and cg.behaviour([])["mixing"] == (0, 0)
+    assert mixing_score(["good"] * 7) == 0 and mixing_score(["good", "bad"] * 4) == 1 and mixing_score(["good", "bad", "bad", "bad"]) == 0.5
+    assert math.isnan(mixing_score(["neutral"])) and cg.behaviour([])["mixing"] == (0, 0)
 
 
 MARKED, PLAIN = ("wait, that is wrong", "Hmm", "my mistake", "let me check again", "i reconsider"), ("await", "the waiter smiles", "look bo", "")
@@ -270,7 +271,7 @@ MARKED, PLAIN = ("wait, that is wrong", "Hmm", "my mistake", "let me check again
 
 @pytest.mark.parametrize("text, found", [*((t, True) for t in MARKED), *((t, False) for t in PLAIN)])
 def test_reflection_markers(text, found):
-    assert bool(cg.REFLECTION.search(text)) == found
+    assert bool(REFLECTION.search(text)) == found
 
 
 # --------------------------------------------------------------------------------------------------------------- judges

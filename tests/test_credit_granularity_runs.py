@@ -8,6 +8,7 @@ import random
 import re
 import shutil
 import socket
+from pathlib import Path
 
 import pytest
 import script_runner
@@ -20,7 +21,8 @@ from test_credit_granularity import write_run
 import common.curves
 import common.run
 import credit_granularity as cg
-from common import envs, granularity_report, policies
+import credit_report
+from common import envs, policies
 from common.arguments import parse_args
 from common.checkpoints import newest_checkpoint, read_checkpoint
 from common.curves import RunError, read_jsonl
@@ -312,7 +314,7 @@ def test_an_evaluation_that_a_judge_left_is_repeated(shop):
         assert lost.code == 1 and "saved after update 2, whose evaluation is missing" in lost.output
         assert [m["step"] for m in lost.metrics] == [0, 1, 2] and "eval/success" not in lost.metrics[-1]
         with pytest.raises(RunError, match="no evaluation of its last update"):
-            granularity_report.read_runs([lost.folder])
+            credit_report.read_runs([lost.folder])
         still = shop.resume(lost.folder)
         assert still.code == 1 and "still missing" in still.output
         there[0] = True
@@ -320,7 +322,7 @@ def test_an_evaluation_that_a_judge_left_is_repeated(shop):
         metrics = read_jsonl(lost.folder / "metrics.jsonl")
         assert [m["step"] for m in metrics] == [0, 1, 2, 2]
         assert {k: v for k, v in metrics[-1].items() if k.startswith("eval/")} == {k: v for k, v in whole.metrics[-1].items() if k.startswith("eval/")}
-        assert granularity_report.read_runs([lost.folder])
+        assert credit_report.read_runs([lost.folder])
         shop.resume(lost.folder).ok()  # nothing is left to do
         assert len(read_jsonl(lost.folder / "metrics.jsonl")) == 4
 
@@ -367,16 +369,16 @@ def test_comparison(tmp_path, monkeypatch, capsys):
             self.interrupted = len(ran) == 2
             folder = words[words.index("--resume" if "--resume" in words else "--out") + 1]
             if "--resume" in words:
-                meant = json.loads((cg.Path(folder) / "args.json").read_text())
+                meant = json.loads((Path(folder) / "args.json").read_text())
                 shutil.rmtree(folder)
             else:
                 meant = vars(cg.resolve(parse_args(cg.Args, words[2:])))
             name, _, seed = folder.rpartition("/")[2].rpartition("__")
             self.code = 3 if len(ran) == 4 else 0
             rows = 2 if self.code else 4
-            write_run(cg.Path(folder), updates=rows, seed=int(seed), **cg.VARIANTS[name], num_updates=4, env=args.env)
-            (cg.Path(folder) / "args.json").write_text(json.dumps(meant))
-            (cg.Path(folder) / "checkpoints" / f"{rows:08d}").mkdir(parents=True)
+            write_run(Path(folder), updates=rows, seed=int(seed), **credit_report.VARIANTS[name], num_updates=4, env=args.env)
+            (Path(folder) / "args.json").write_text(json.dumps(meant))
+            (Path(folder) / "checkpoints" / f"{rows:08d}").mkdir(parents=True)
 
         def wait(self):
             if self.interrupted:
@@ -384,12 +386,12 @@ def test_comparison(tmp_path, monkeypatch, capsys):
                 raise KeyboardInterrupt
             return self.code
 
-    monkeypatch.setattr(cg.subprocess, "Popen", Child)
-    assert cg.compare(args) == 3 and len(ran) == 4
+    monkeypatch.setattr(credit_report.subprocess, "Popen", Child)
+    assert cg.compare(args, cg.resolve, cg.check_args, cg.__file__) == 3 and len(ran) == 4
     assert "goes on from here" in capsys.readouterr().err
-    assert cg.compare(args) == 0
+    assert cg.compare(args, cg.resolve, cg.check_args, cg.__file__) == 0
     assert ran[4][:2] == ["--resume", str(tmp_path / "all" / "opsd_reference__5")] and len(ran) == 11
-    assert cg.compare(args) == 0 and len(ran) == 11
+    assert cg.compare(args, cg.resolve, cg.check_args, cg.__file__) == 0 and len(ran) == 11
     meant = [parse_args(cg.Args, words) for words in ran if "--resume" not in words]
     assert [(a.scheme, a.seed) for a in meant[:3]] == [("outcome", 5), ("prm_fixed", 5), ("prm_decay", 5)]
     for a in meant:
@@ -400,6 +402,6 @@ def test_comparison(tmp_path, monkeypatch, capsys):
     early = tmp_path / "all" / "prm_decay__6"
     shutil.rmtree(early / "checkpoints")
     (early / "metrics.jsonl").write_text("")
-    assert cg.compare(args) == 0 and len(ran) == 12 and (tmp_path / "all" / "prm_decay__6.unfinished-1").is_dir()
+    assert cg.compare(args, cg.resolve, cg.check_args, cg.__file__) == 0 and len(ran) == 12 and (tmp_path / "all" / "prm_decay__6.unfinished-1").is_dir()
     with pytest.raises(RunError, match="was run with other arguments"):
-        cg.compare(cg.replace(args, learning_rate=2e-3))
+        cg.compare(cg.replace(args, learning_rate=2e-3), cg.resolve, cg.check_args, cg.__file__)

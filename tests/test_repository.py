@@ -102,7 +102,7 @@ def test_common_and_kernels_import_no_script():
         assert not imported & {p.stem for p in SCRIPTS}, path
 
 
-LONG_SCRIPTS = {"collapse_sim.py", "credit_granularity.py", "fork.py", "sero.py"}
+LONG_SCRIPTS = {"collapse_sim.py", "fork.py", "sero.py"}
 LONG_MODULES = set()
 
 

@@ -1,6 +1,7 @@
-"""Comparison report of credit_granularity.py: report.json, report.png and one self-contained report.html out of run folders.
+"""What credit_granularity.py measures and keeps of episodes, how credit.html shows them, and the comparison of schemes: report.json, report.png and one
+self-contained report.html out of run folders.
 
-    python -m common.granularity_report runs/a runs/b ... --out FOLDER
+    python credit_report.py runs/a runs/b ... --out FOLDER
 
 Runs of one scheme (opsd: and one kind of privileged text) are joined over their seeds: mean and 95 % t-interval. Reads metrics only, never a model.
 """
@@ -10,20 +11,148 @@ from __future__ import annotations
 import argparse
 import base64
 import io
+import itertools
 import json
 import math
 import os
-from collections.abc import Sequence
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from jinja2 import Environment
 from scipy.stats import spearmanr
 
 from common.arguments import compare_args
+from common.checkpoints import checkpoint_folders
 from common.curves import COLOURS, MAY_CHANGE, STYLE, RunError, mean_interval, read_json, read_jsonl, run_folder_of, series, smooth, t_quantile
+from common.envs.editing import EditingError, render
+from common.envs.editing_judges import REFLECTION, mixing_score, parse
+from common.rollout import Episode
 
+
+def kl_concentration(total: torch.Tensor, tokens: torch.Tensor, share: float = 0.05) -> dict[str, tuple[float, float]]:
+    """Share of the KL, and of the tokens, in the most divergent `share` of turns, by the sum of KL over a turn (at least one turn). total, tokens [T]"""
+    top = torch.argsort(total, descending=True, stable=True)[: math.ceil(share * len(total) - 1e-9)]
+    return {
+        "granularity/kl_in_top_turns": (float(total[top].sum()), float(total.sum())),
+        "granularity/tokens_in_top_turns": (float(tokens[top].sum()), float(tokens.sum())),
+    }
+
+
+def behaviour(episodes: Sequence[Episode]) -> dict[str, tuple[float, float]]:
+    """What the policy does with its budget, as (sum, count) pairs. Turns count as good or bad by the true score, and by the process judge's side of 0.5."""
+    turns = [t for e in episodes for t in e.turns]
+    thoughts = [parse(t.text)[0] for t in turns]
+    process = [t.info["process"] for t in turns if not math.isnan(t.info.get("process", math.nan))]
+    frames = [sum(t.info.get("frames", 0) for t in e.turns) for e in episodes]
+    true = [[t.info.get("judged") for t in e.turns] for e in episodes]
+    seen = [[t.info.get("process", math.nan) for t in e.turns] for e in episodes]
+    mixing = {
+        "mixing": [mixing_score(row) for row in true],
+        "mixing_process": [mixing_score(["good" if x > 0.5 else "bad" if x < 0.5 else "" for x in row]) for row in seen],
+    }
+    n, n_turns = float(len(episodes)), float(len(turns))
+    return {
+        "success": (math.fsum(e.success for e in episodes), n),
+        "truncated_frac": (float(sum(bool(e.truncated) for e in episodes)), n),
+        "turns": (n_turns, n),
+        "tool_calls": (float(sum(t.info.get("tool_calls", 0) for t in turns)), n),
+        "frames": (float(sum(frames)), n),
+        "blind_frac": (float(sum(f == 0 for f in frames)), n),
+        "reasoning_chars": (float(sum(map(len, thoughts))), n_turns),
+        "reflection_frac": (float(sum(REFLECTION.search(text) is not None for text in thoughts)), n_turns),
+        "invalid_frac": (float(sum(bool(t.info.get("invalid")) for t in turns)), n_turns),
+        "process_reward": (math.fsum(process), float(len(process))),
+        **{name: (math.fsum(x for x in row if x == x), float(sum(x == x for x in row))) for name, row in mixing.items()},
+    }
+
+
+def write_previews(episodes: Sequence[Episode], folder: Path) -> None:
+    """Previews (mp4) of what episodes handed in, as far as ffmpeg can make them; says why not."""
+    for e in episodes:
+        try:
+            render(e.task, e.turns[-1].info["edit"], folder / f"{re.sub(r'[^A-Za-z0-9_.-]+', '_', e.task['id']).lstrip('.')}-{e.sample}.mp4")
+        except EditingError as error:
+            print(f"--render: {error}", file=sys.stderr)
+            return
+
+
+def episode_record(step: int, e: Episode, outcome_adv: float, turn_adv: Sequence[float], weight: float, kl: Sequence[float] | None, tokenizer) -> dict:
+    """What episodes.jsonl keeps of an episode: exact tokens, log-probs, and of each turn its credit from outcome and process, its votes, or its KL."""
+    turns, first = [], 0
+    for t, a in zip(e.turns, turn_adv):
+        own = slice(first, first := first + t.stop - t.start)
+        turns.append(
+            {
+                "start": t.start, "stop": t.stop, "tool": t.info.get("tool", ""), "judged": t.info.get("judged"), "process": t.info.get("process"),
+                "votes": t.info.get("votes"), "outcome_advantage": outcome_adv, "turn_advantage": a, "advantage": outcome_adv + weight * a,
+                "kl": None if kl is None else float(np.sum(kl[own])),
+            }
+        )  # fmt: skip
+    return {
+        "step": step, "group": e.group, "sample": e.sample, "task_id": e.task["id"], "prompt": tokenizer.decode(e.prompt_ids), "prompt_ids": e.prompt_ids,
+        "token_ids": e.token_ids, "tokens": [tokenizer.decode([t]) for t in e.token_ids], "policy_mask": e.policy_mask, "logprobs": e.logprobs,
+        "turns": turns, "reward": e.reward, "success": e.success, "truncated": e.truncated, "weight": weight, "kl": None if kl is None else list(kl),
+    }  # fmt: skip
+
+
+def viewer_episode(record: dict) -> dict:
+    """One line of episodes.jsonl as an entry of credit.html: a bar per turn with its advantage, or its KL; where it comes from along the tokens."""
+    own, distils = record["policy_mask"], record["kl"] is not None
+
+    def strip(name: str, key: str, scale: str, note: str) -> dict:
+        values: list[float | None] = [None] * len(own)
+        for t in record["turns"]:
+            values[t["start"] : t["stop"]] = [t[key]] * (t["stop"] - t["start"])
+        return {"name": name, "values": values, "scale": scale, "note": note}
+
+    if distils:
+        rest = iter(record["kl"])
+        strips = [{"name": "KL", "values": [next(rest) if o else None for o in own], "scale": "sequential", "note": "teacher to policy, nats"}]
+        strips.append(strip("KL of the turn", "kl", "sequential", "sum over its tokens"))
+    else:
+        strips = [
+            strip("outcome", "outcome_advantage", "diverging", "advantage of the episode"),
+            strip("turn", "turn_advantage", "diverging", f"advantage of the turn, weight {record['weight']:.3g}"),
+            strip("sum", "advantage", "diverging", "what the loss uses"),
+        ]
+    if any(t["process"] is not None for t in record["turns"]):
+        strips.append(strip("process", "process", "sequential", "mean of the votes") | {"domain": [0, 1]})
+
+    def name(i: int, t: dict) -> str:
+        votes = "" if t["votes"] is None else ", votes " + " ".join("-" if v is None else f"{v:g}" for v in t["votes"])
+        return f"turn {i}: {t['tool'] or 'no action'}, {t['judged'] or 'not judged'}{votes}"
+
+    return {
+        "id": f"u{record['step']} g{record['group']} s{record['sample']}",
+        "title": f"update {record['step']}, sample {record['sample']}" + (f" (cut: {record['truncated']})" if record["truncated"] else ""),
+        "group": f"update {record['step']}, {record['task_id']}",
+        "prompt": record["prompt"],
+        "facts": {"outcome": record["success"], "turns": len(record["turns"]), "tokens": len(record["logprobs"])},
+        "tokens": record["tokens"],
+        "turns": [
+            {"name": name(i, t), "start": t["start"], "end": t["stop"], "value": t["kl" if distils else "advantage"]} for i, t in enumerate(record["turns"], 1)
+        ],
+        "masked": [not o for o in own],
+        "strips": strips,
+    }
+
+
+# ------------------------------------------------------------------------------------------------- comparison of schemes
+
+VARIANTS: dict[str, dict] = {
+    "outcome": {"scheme": "outcome"},
+    "prm_fixed": {"scheme": "prm_fixed"},
+    "prm_decay": {"scheme": "prm_decay"},
+    "opsd_reference": {"scheme": "opsd", "privileged": "reference"},
+    "opsd_turn_advice": {"scheme": "opsd", "privileged": "turn_advice"},
+}
 ORDER = ("outcome", "prm_fixed", "prm_decay", "opsd reference", "opsd turn_advice")
 FAMILIES = ("CS", "NS", "RC", "FC")
 BEHAVIOUR = {  # evaluation metric -> heading
@@ -320,8 +449,52 @@ def plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def compare(args: Any, resolve: Callable[[Any], Any], check_args: Callable[[Any], None], script: str) -> int:
+    """Runs every variant with every seed, one after the other, and writes the report. The exit code: of the first run that failed, or 0.
+
+    args: the script's, as given; resolve, check_args: the script's own; script: its path.
+    """
+    new = type(args)
+    for changes in VARIANTS.values():
+        check_args(resolve(replace(args, **changes)))
+    folder = Path(args.out or f"runs/{args.env.replace('/', '_').replace(':', '-')}__compare__{args.seed}")
+    default, folders = new(), []
+    for seed in range(args.seed, args.seed + args.seeds):
+        for name, changes in VARIANTS.items():
+            out = folder / f"{name}__{seed}"
+            folders.append(out)
+            rows = read_jsonl(out / "metrics.jsonl")
+            chosen = vars(args) | changes | {"seed": seed, "out": str(out), "compare": False, "seeds": default.seeds}
+            if (out / "args.json").exists() and (problems := compare_args(read_json(out / "args.json"), vars(resolve(new(**chosen))))):
+                raise RunError(f"{out} was run with other arguments ({'; '.join(problems)}): give them again, or choose another --out")
+            if rows and rows[-1]["step"] >= args.num_updates and rows[-1].get("eval/success") is not None:
+                continue
+            words = [str(Path(script).resolve())]
+            for name_, value in chosen.items():
+                flag = name_.replace("_", "-")
+                if value != getattr(default, name_):
+                    words += [f"--{flag}" if value else f"--no-{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
+            if checkpoint_folders(out):  # interrupted: goes on from its last checkpoint
+                words = [words[0], "--resume", str(out), "--num-updates", str(args.num_updates)]
+            elif out.exists():  # interrupted before its first checkpoint: kept aside, started again
+                out.rename(next(p for n in itertools.count(1) if not (p := out.with_name(f"{out.name}.unfinished-{n}")).exists()))
+            print(f"--- {name}, seed {seed}", flush=True)
+            child = subprocess.Popen([sys.executable, *words])
+            while True:
+                try:
+                    code = child.wait()
+                    break
+                except KeyboardInterrupt:  # the run got it too: it finishes its update and saves
+                    continue
+            if code:
+                print(f"{name}, seed {seed} ended with code {code}; the same command goes on from here", file=sys.stderr)
+                return code if code > 0 else 128 - code
+    print(write_report(folders, folder))
+    return 0
+
+
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m common.granularity_report", description="Comparison report out of runs of credit_granularity.py.")
+    parser = argparse.ArgumentParser(prog="python credit_report.py", description="Comparison report out of runs of credit_granularity.py.")
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders")
     parser.add_argument("--out", default=".", help="folder for report.json, report.png and report.html")
     given = parser.parse_args(argv)
