@@ -27,6 +27,7 @@ from common.arguments import parse_args
 from common.checkpoints import newest_checkpoint, read_checkpoint
 from common.curves import RunError, read_jsonl
 from common.envs import editing, editing_films
+from common.rollout import Turn
 
 script_runner.PRELOAD += ["common.judges", "common.envs.editing"]  # read when the first run of the session starts the server
 PRIVILEGED = ("reference", "turn_advice")
@@ -198,7 +199,7 @@ def test_the_teacher_is_the_start_policy_with_advice_in_the_students_states(shop
             cut = ids[-1] != tokenizer.eos_token_id
             hints.append("advice : " + cg.oracle_advice(game, True))
             text = tokenizer.decode(ids if cut else ids[:-1])
-            e.turns.append(cg.Turn(t["start"], t["stop"], text, cut, game.step(text)[0]))
+            e.turns.append(Turn(t["start"], t["stop"], text, cut, game.step(text)[0]))
         prompt, ids, mask = cg.teacher_row(tokenizer, frame, messages, e, hints)
         with torch.no_grad():
             seen = teacher(cg.pack_rows([(prompt, ids)], masks=[mask]), hidden_only=True)
