@@ -1,7 +1,7 @@
 """Runs an experiment: a script, some arms (sets of flags), some seeds. Kept runs are not run again, so it can be stopped and continued at any time.
 
     python benchmarks/run.py --plan sero --out runs/sero --workers 2
-    python benchmarks/run.py --script mrtpo.py --arms "span:" "group: --preset grpo" --flags "--num-updates 20" --seeds 3 --out runs/credit
+    python benchmarks/run.py --script mrtpo.py --arms "span:" "group: --credit grpo" --flags "--num-updates 20" --seeds 3 --out runs/credit
     python benchmarks/run.py --plan sero --out runs/sero --print-only        # the commands, to run them elsewhere
     python benchmarks/run.py --plan sero --out runs/sero --table-only        # table.md and curves.png of what is there
 
@@ -279,5 +279,16 @@ def main(args: Args) -> int:
     return 0 if good else 1
 
 
+def joined(argv: list[str]) -> list[str]:
+    """The command line with `--flags "--a 1"` written as `--flags=--a 1`: a value that begins with dashes would be read as a flag."""
+    out: list[str] = []
+    for word in argv:
+        if out and out[-1] == "--flags":
+            out[-1] += f"={word}"
+        else:
+            out.append(word)
+    return out
+
+
 if __name__ == "__main__":
-    sys.exit(main(tyro.cli(Args)))
+    sys.exit(main(tyro.cli(Args, args=joined(sys.argv[1:]))))

@@ -92,6 +92,8 @@ def parse_args(cls: type[T], argv: Sequence[str] | None = None) -> T:
     import tyro
 
     argv = list(sys.argv[1:] if argv is None else argv)
+    described = getattr(sys.modules.get(cls.__module__), "__doc__", None) or ""  # --help begins with what the script says of itself
+    described = re.sub(r"^(?=\S.*: +(python|accelerate) )", "  ", described, flags=re.M)  # indented lines stay lines
     resume = ""
     for i, word in enumerate(argv):
         if word == "--resume" and i + 1 < len(argv):
@@ -99,7 +101,7 @@ def parse_args(cls: type[T], argv: Sequence[str] | None = None) -> T:
         elif word.startswith("--resume="):
             resume = word.partition("=")[2]
     if not resume:
-        parsed = tyro.cli(cls, args=argv)
+        parsed = tyro.cli(cls, args=argv, description=described)
         if getattr(parsed, "out", None):
             check_out(parsed.out)
         return parsed
@@ -109,4 +111,4 @@ def parse_args(cls: type[T], argv: Sequence[str] | None = None) -> T:
         if field.name in saved and saved[field.name] != REDACTED and field.name not in ("resume", "out"):
             now, value = getattr(default, field.name), saved[field.name]
             kept[field.name] = tuple(value) if isinstance(now, tuple) else Path(value) if isinstance(now, Path) else value
-    return tyro.cli(cls, args=argv, default=dataclasses.replace(default, **kept))
+    return tyro.cli(cls, args=argv, default=dataclasses.replace(default, **kept), description=described)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import email.utils
 import hashlib
+import importlib.util
 import ipaddress
 import json
 import logging
@@ -140,6 +141,8 @@ class HTTPJudge(Judge):
         clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:  # fmt: skip
         super().__init__(f"openai:{model}@{base_url}", model, settings, settings.reply_format, cache)
+        if importlib.util.find_spec("openai") is None:
+            raise JudgeError(f'judge {self.identity}: needs the package openai: pip install -c constraints.txt -e ".[judges]"')
         self.base_url, self.clock, self.sleep, self._key = base_url, clock, sleep, key
         self._jitter = random.Random()  # of its own: waits must not move the seeded streams of a run
         self._paused_until = -math.inf  # by rate-limit headers

@@ -146,7 +146,7 @@ def build_tiny(conversations: Sequence[Conversation], config: TinyConfig) -> Pat
     folder = cache_folder() / "policies" / name
     if not (folder / "config.json").exists():
         start = time.time()
-        print(f"building the tiny policy (once; cached in {folder})", flush=True)
+        print(f"building the tiny policy (once, one to ten minutes on a quiet machine; cached in {folder})", flush=True)
         lm, tokenizer, loss = train_tiny(conversations, config)
         save_atomically(folder, lambda tmp: (lm.to(torch.bfloat16).save_pretrained(tmp), tokenizer.save_pretrained(tmp)))
         print(f"tiny policy: {lm.num_parameters():,} parameters, last loss {loss:.3f}, {time.time() - start:.0f} s", flush=True)

@@ -10,6 +10,8 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict, set_state_dict
 
+from common.arguments import ArgumentError
+
 
 class Processes:
     """Rank, world size and device of this process, and sums, maxima and unions over all of them."""
@@ -45,7 +47,7 @@ class Processes:
             from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
             if not torch.distributed.is_initialized():
-                raise ValueError("--parallel fsdp2 needs a launcher, for example: torchrun --nproc-per-node 2 SCRIPT.py --parallel fsdp2")
+                raise ArgumentError("--parallel fsdp2 needs a launcher, for example: torchrun --nproc-per-node 2 SCRIPT.py --parallel fsdp2")
             mesh = init_device_mesh(self.device.type, (self.world,))
             mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if bf16 else None)
             for layer in layers:

@@ -97,6 +97,7 @@ class Run:
         if is_main:
             # tqdm would fill a log file with thousands of bars: off a terminal, at most one line each 30 s
             self.bar = tqdm(total=total_updates, unit="update", dynamic_ncols=True, mininterval=0.5 if sys.stderr.isatty() else 30)
+            print(f"run folder: {self.folder}   (curves on the way: python -m common.run {self.folder})", file=sys.stderr, flush=True)
             if not self.resume_from:
                 self.open_logs()
         self.old_handlers: dict[int, Any] = {}
@@ -366,7 +367,10 @@ class Run:
                 print(f"curves.png was not written ({error}); draw it later with: python -m common.run {self.folder}", file=sys.stderr)
             self.bar.close()
             print(end_table(records, self.key_metrics))
-            print(f"run folder: {self.folder}")
+            pages = [name for name in ("curves.png", "credit.html") if (self.folder / name).exists()]
+            print(f"run folder: {self.folder}" + (f"; look at {' and '.join(pages)} in it" if pages else ""))
+            if self.exit_code and self.step < self.total_updates:
+                print(f"stopped after update {self.step} of {self.total_updates}; to go on: python {self.script}.py --resume {self.folder}")
         self.close()
 
     def close(self) -> None:

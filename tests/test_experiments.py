@@ -1,11 +1,17 @@
 """benchmarks/run.py: what it runs, what it keeps, what its table says."""
 
+import importlib
 import importlib.util
 import math
+import shlex
 import statistics
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+
+from common.arguments import parse_args
 
 SCRIPT = """
 import argparse, json, pathlib, sys
@@ -107,10 +113,6 @@ def test_wrong_arguments(bench, tmp_path, changes, text):
 
 
 def test_plans_name_flags_that_their_scripts_have(bench, monkeypatch):
-    import importlib
-
-    from common.arguments import parse_args
-
     monkeypatch.setattr(bench, "ROOT", Path(__file__).parents[1])
     for name in bench.PLANS:
         script, arms, baseline, metrics = bench.expand(bench.Args(out="x", plan=name))
@@ -148,3 +150,19 @@ def test_pairs_are_of_one_seed_and_a_missing_baseline_leaves_none(bench):
     found = {"base": {1: run(1), 2: run(2)}, "other": {2: run(5), 3: run(9)}, "alone": {3: run(1)}}
     rows = [line.strip("| ").split(" | ") for line in bench.table(found, "base", ("x",)).splitlines()]
     assert ["base - other", "-3.000"] in rows and not any(row[0] == "base - alone" for row in rows)
+
+
+def test_commands_of_the_docs_are_accepted():
+    """As a shell would split them; --flags takes a value that begins with dashes."""
+    root = Path(__file__).parents[1]
+    text = (root / "benchmarks" / "run.py").read_text()
+    commands = [line.strip().partition(" #")[0] for line in text.splitlines() if line.startswith("    python benchmarks/run.py")]
+    assert any("--flags" in c for c in commands)
+    command = next(c for c in commands if "--flags" in c)
+    done = subprocess.run([sys.executable, *shlex.split(command)[1:], "--print-only"], cwd=root, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == 6
+    for line in lines:
+        script, *flags = shlex.split(line)[1:]
+        parse_args(importlib.import_module(script.removesuffix(".py")).Args, flags)
